@@ -1,1 +1,1 @@
-
+"""Measuring: metrics, the held-out protocol, peers and reports."""
