@@ -1,0 +1,739 @@
+"""Second-order video degradation: how HQ training clips become LR ones.
+
+The pipeline is RealBasicVSR's (Chan et al. 2022): blur, resize, noise, JPEG, video codec, the same
+again in a milder range, then a last codec and a resize to the exact LR size with a sinc blur, in
+either order. Kinds (kernel, filter, codec) are drawn once a clip; their numbers random-walk from
+frame to frame. `sample_degradation` draws a `DegradationRecord`, `apply_degradation` is a pure
+function of (clip, record): on CPU the same record gives the same pixels bit for bit. A record is
+JSON and does not depend on the clip's size: sizes are factors, bitrates are per 256x256 HQ pixels.
+
+T frames, H W rows and columns, R rank-one terms of a blur kernel. Clips are float [T, 3, H, W] in
+[0, 1]; they may leave that range between a noise and the next 8-bit stage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recavsr.errors import InputError
+from recavsr.video.memory_codec import code_clip
+
+PRESETS = ("light", "medium", "heavy")
+TRAINING_MIX = {"light": 0.35, "medium": 0.45, "heavy": 0.20}
+SCALE_MIX = {4: 0.8, 3: 0.1, 2: 0.1}
+FILTERS = ("bilinear", "area", "bicubic", "antialiased")
+
+KERNELS = ("iso", "aniso", "generalized_iso", "generalized_aniso", "plateau_iso", "plateau_aniso", "sinc")
+_KERNEL_ODDS = (0.405, 0.225, 0.108, 0.027, 0.108, 0.027, 0.1)
+_CODECS = ("libx264", "libx264", "mpeg4")  # RealBasicVSR's libx264, h264 (the same encoder here), mpeg4
+_BITRATE_AREA = 256 * 256  # HQ pixels that RealBasicVSR's bitrates were made for
+
+Walk = tuple[float, ...]
+
+
+# ---------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True)
+class Blur:
+    """One kernel a frame. Sigmas in pixels, angle in radians, beta the exponent or plateau shape,
+    omega the sinc cutoff in radians a pixel; numbers that the kind does not use are ignored."""
+
+    kernel: str
+    size: int
+    sigma_x: Walk
+    sigma_y: Walk
+    angle: Walk
+    beta: Walk
+    omega: Walk
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Scale each frame by its factor (sizes rounded to even), or, with `to_lr`, to the LR size."""
+
+    filter: str
+    factor: Walk
+    to_lr: bool = False
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Fresh in each frame. Gaussian: level is sigma in 8-bit steps; Poisson: a factor on the shot noise."""
+
+    kind: str
+    grey: bool
+    level: Walk
+    seed: int
+
+
+@dataclass(frozen=True)
+class Jpeg:
+    """Baseline JPEG, 4:2:0, one quality a frame (libjpeg's scale)."""
+
+    quality: Walk
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A real video codec in memory: `crf`, or `bits` a frame for each 256x256 HQ pixels."""
+
+    codec: str
+    crf: float | None
+    bits: float | None
+    speed: str = "fast"
+
+
+Stage = Blur | Resize | Noise | Jpeg | Codec
+_STAGES: dict[str, type] = {kind.__name__.lower(): kind for kind in (Blur, Resize, Noise, Jpeg, Codec)}
+
+
+@dataclass(frozen=True)
+class DegradationRecord:
+    """All that is needed to degrade a clip again: LR = round-to-even(HQ / scale), stages in order."""
+
+    preset: str
+    scale: int
+    frames: int
+    stages: tuple[Stage, ...]
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` gives an equal record."""
+        stages = [{"stage": type(stage).__name__.lower(), **asdict(stage)} for stage in self.stages]
+        return json.dumps({**asdict(self), "stages": stages})
+
+    @staticmethod
+    def from_json(text: str) -> DegradationRecord:
+        """Rebuild a record. Raises InputError for anything that is not one."""
+        try:
+            data = json.loads(text)
+            stages = tuple(_stage_from(dict(stage)) for stage in data.pop("stages"))
+            return DegradationRecord(**data, stages=stages)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"not a degradation record ({error}); make it with DegradationRecord.to_json"
+            ) from error
+
+
+def _stage_from(data: dict) -> Stage:
+    kind = _STAGES[data.pop("stage")]
+    known = {field.name for field in fields(kind)}
+    if unknown := set(data) - known:
+        raise KeyError(f"unknown fields {sorted(unknown)}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+
+
+def lr_size(height: int, width: int, scale: int) -> tuple[int, int]:
+    """LR rows and columns for an HQ size: HQ / scale rounded to even numbers, as 4:2:0 codecs need."""
+    return _even(height / scale), _even(width / scale)
+
+
+def _even(size: float) -> int:
+    return max(2 * round(size / 2), 2)
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@dataclass(frozen=True)
+class _Range:
+    low: float
+    high: float
+    step: float  # largest change from one frame to the next
+
+    def walk(self, rng: np.random.Generator, frames: int) -> Walk:
+        value = rng.uniform(self.low, self.high)
+        steps = rng.uniform(-self.step, self.step, frames - 1)
+        values = [value]
+        for change in steps:
+            values.append(min(max(values[-1] + change, self.low), self.high))
+        return tuple(round(float(v), 5) for v in values)
+
+
+def _draw_blur(
+    rng: np.random.Generator,
+    frames: int,
+    sigma: _Range,
+    *,
+    sizes: Sequence[int] = tuple(range(7, 22, 2)),
+    kinds=None,
+) -> Blur:
+    kernel = str(rng.choice(KERNELS, p=_KERNEL_ODDS)) if kinds is None else str(rng.choice(kinds))
+    size = int(rng.choice(sizes))
+    sigma_x = sigma.walk(rng, frames)
+    sigma_y = sigma_x if kernel.endswith("iso") and not kernel.endswith("aniso") else sigma.walk(rng, frames)
+    beta = _Range(1, 2, 0.1) if kernel.startswith("plateau") else _Range(0.5, 4, 0.05)
+    return Blur(
+        kernel,
+        size,
+        sigma_x,
+        sigma_y,
+        angle=_Range(-math.pi, math.pi, 0.31416).walk(rng, frames),
+        beta=beta.walk(rng, frames),
+        omega=_Range(math.pi / 3 if size < 13 else math.pi / 5, math.pi, 0.0628).walk(rng, frames),
+    )
+
+
+def _draw_resize(
+    rng: np.random.Generator, frames: int, odds: Sequence[float], low: float, high: float, step: float
+) -> Resize:
+    direction = rng.choice(("up", "down", "keep"), p=odds)
+    name = str(rng.choice(("bilinear", "area", "bicubic")))
+    if direction == "keep":
+        return Resize(name, (1.0,) * frames)
+    bounds = _Range(1, high, step) if direction == "up" else _Range(low, 1, step)
+    return Resize(name, bounds.walk(rng, frames))
+
+
+def _draw_noise(
+    rng: np.random.Generator, frames: int, gaussian: _Range, poisson: _Range, *, gaussian_odds: float = 0.5
+) -> Noise:
+    kind = "gaussian" if rng.random() < gaussian_odds else "poisson"
+    level = (gaussian if kind == "gaussian" else poisson).walk(rng, frames)
+    return Noise(kind, bool(rng.random() < 0.4), level, int(rng.integers(2**31)))
+
+
+def _draw_codec(rng: np.random.Generator) -> Codec:
+    return Codec(str(rng.choice(_CODECS)), None, float(rng.integers(10_000, 100_001)))
+
+
+def _heavy_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+    stages: list[Stage] = [
+        _draw_blur(rng, frames, _Range(0.2, 3, 0.02)),
+        _draw_resize(rng, frames, (0.2, 0.7, 0.1), 0.15, 1.5, 0.015),
+        _draw_noise(rng, frames, _Range(1, 30, 0.1), _Range(0.05, 3, 0.005)),
+        Jpeg(_Range(30, 95, 3).walk(rng, frames)),
+        _draw_codec(rng),
+    ]
+    if rng.random() < 0.8:
+        stages.append(_draw_blur(rng, frames, _Range(0.2, 1.5, 0.02)))
+    stages += [
+        _draw_resize(rng, frames, (0.3, 0.4, 0.3), 0.3, 1.2, 0.03),
+        _draw_noise(rng, frames, _Range(1, 25, 0.1), _Range(0.05, 2.5, 0.005)),
+        Jpeg(_Range(30, 95, 3).walk(rng, frames)),
+    ]
+    last_size: list[Stage] = [
+        Resize(str(rng.choice(("bilinear", "area", "bicubic"))), (1.0,) * frames, to_lr=True)
+    ]
+    if rng.random() < 0.8:
+        size = int(rng.choice(range(7, 22, 2)))
+        omega = _Range(math.pi / 3, math.pi, 0.0628).walk(rng, frames)
+        unused = (1.0,) * frames
+        last_size.append(Blur("sinc", size, unused, unused, unused, unused, omega))
+    groups: list[list[Stage]] = [[_draw_codec(rng)], last_size]
+    if rng.random() < 0.5:
+        groups.reverse()
+    return stages + groups[0] + groups[1]
+
+
+def _medium_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+    kinds = ("iso", "iso", "iso", "aniso", "generalized_iso", "plateau_iso")
+    stages: list[Stage] = [
+        _draw_blur(rng, frames, _Range(0.5, 2.2, 0.02), sizes=(13, 15, 17), kinds=kinds),
+        Resize(str(rng.choice(FILTERS, p=(0.35, 0.3, 0.2, 0.15))), (1.0,) * frames, to_lr=True),
+        _draw_noise(rng, frames, _Range(0, 10, 0.1), _Range(0.05, 1, 0.005), gaussian_odds=0.65),
+    ]
+    if rng.random() < 0.75:
+        stages.append(Jpeg(_Range(55, 95, 3).walk(rng, frames)))
+    draw = rng.random()
+    if draw < 0.7:
+        stages.append(
+            Codec(
+                "libx264", round(float(rng.uniform(18, 32)), 1), None, str(rng.choice(("veryfast", "fast")))
+            )
+        )
+    elif draw < 0.8:
+        stages.append(Codec("mpeg4", None, float(rng.integers(10_000, 60_001))))
+    return stages
+
+
+def _light_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+    stages: list[Stage] = []
+    if rng.random() < 0.8:
+        stages.append(
+            _draw_blur(rng, frames, _Range(0.1, 1.0, 0.02), sizes=(7, 9), kinds=("iso", "iso", "aniso"))
+        )
+    stages.append(Resize(str(rng.choice(FILTERS, p=(0.2, 0.4, 0.2, 0.2))), (1.0,) * frames, to_lr=True))
+    if rng.random() < 0.85:
+        stages.append(
+            _draw_noise(rng, frames, _Range(0, 3, 0.05), _Range(0.02, 0.4, 0.005), gaussian_odds=0.75)
+        )
+    draw = rng.random()
+    if draw < 0.6:
+        stages.append(Jpeg(_Range(75, 95, 1).walk(rng, frames)))
+    if 0.5 <= draw < 0.88:
+        stages.append(
+            Codec(
+                "libx264", round(float(rng.uniform(14, 24)), 1), None, str(rng.choice(("veryfast", "fast")))
+            )
+        )
+    return stages
+
+
+def draw_preset(rng: np.random.Generator) -> str:
+    """A preset's name by the shares of `TRAINING_MIX`."""
+    return str(rng.choice(tuple(TRAINING_MIX), p=tuple(TRAINING_MIX.values())))
+
+
+def draw_scale(rng: np.random.Generator) -> int:
+    """A scale factor by the shares of `SCALE_MIX`."""
+    return int(rng.choice(tuple(SCALE_MIX), p=tuple(SCALE_MIX.values())))
+
+
+def sample_degradation(
+    rng: np.random.Generator, preset: str, frames: int, scale: int = 4
+) -> DegradationRecord:
+    """Draw how a clip of `frames` frames is degraded.
+
+    preset: "light" (clean small video: mild blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24),
+    "medium" (blur to 2.2, noise to 10, JPEG 55 to 95, H.264 crf 18 to 32) or "heavy" (RealBasicVSR in
+    full). Raises InputError for another name.
+    """
+    draw = {"light": _light_stages, "medium": _medium_stages, "heavy": _heavy_stages}.get(preset)
+    if draw is None:
+        raise InputError(f"unknown degradation preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    return DegradationRecord(preset, scale, frames, tuple(draw(rng, frames)))
+
+
+def fixed_degradation(name: str, frames: int, scale: int = 4, seed: int = 0) -> DegradationRecord:
+    """The two fixed degradations that result tables use: "mild" and "heavy".
+
+    mild: Gaussian blur 0.8, area, noise 1.5, JPEG 80. heavy: blur 1.8, bilinear, noise 7, JPEG 70,
+    H.264 crf 27.
+    """
+    fixed = {"mild": (0.8, "area", 1.5, 80.0, None), "heavy": (1.8, "bilinear", 7.0, 70.0, 27.0)}
+    if name not in fixed:
+        raise InputError(f"unknown test degradation {name!r}; choose mild or heavy")
+    sigma, filter_name, noise, quality, crf = fixed[name]
+
+    def still(value: float) -> Walk:
+        return (value,) * frames
+
+    size = 2 * math.ceil(4 * sigma) + 1
+    stages: list[Stage] = [
+        Blur("iso", size, still(sigma), still(sigma), still(0.0), still(1.0), still(1.0)),
+        Resize(filter_name, still(1.0), to_lr=True),
+        Noise("gaussian", False, still(noise), seed),
+        Jpeg(still(quality)),
+    ]
+    if crf is not None:
+        stages.append(Codec("libx264", crf, None, "medium"))
+    return DegradationRecord(f"test_{name}", scale, frames, tuple(stages))
+
+
+# ---------------------------------------------------------------- blur and resize as matrices
+
+
+def blur_kernels(blur: Blur) -> np.ndarray:
+    """The blur's 2-D kernels, float64 [T, size, size], each summing to 1."""
+    radius = blur.size // 2
+    grid = np.arange(-radius, radius + 1, dtype=np.float64)
+    x, y = np.meshgrid(grid, grid)
+    if blur.kernel == "sinc":
+        return _sinc_kernels(np.hypot(x, y), np.array(blur.omega))
+    column = np.array(blur.sigma_x)[:, None, None], np.array(blur.sigma_y)[:, None, None]
+    angle, beta = np.array(blur.angle)[:, None, None], np.array(blur.beta)[:, None, None]
+    along = (np.cos(angle) * x + np.sin(angle) * y) / column[0]
+    across = (np.cos(angle) * y - np.sin(angle) * x) / column[1]
+    squared = along**2 + across**2
+    if blur.kernel.startswith("generalized"):
+        kernels = np.exp(-0.5 * squared**beta)
+    elif blur.kernel.startswith("plateau"):
+        kernels = 1 / (1 + squared**beta)
+    else:
+        kernels = np.exp(-0.5 * squared)
+    return kernels / kernels.sum((1, 2), keepdims=True)
+
+
+def _sinc_kernels(distance: np.ndarray, omega: np.ndarray) -> np.ndarray:
+    """Circular low-pass kernels: omega J1(omega r) / (2 pi r), normalised to sum 1."""
+    cutoff = omega[:, None, None]
+    away = np.where(distance > 0, distance, 1.0)[None]
+    bessel = torch.special.bessel_j1(torch.from_numpy(cutoff * away)).numpy()
+    kernels = np.where(distance[None] > 0, cutoff * bessel / (2 * np.pi * away), cutoff**2 / (4 * np.pi))
+    return kernels / kernels.sum((1, 2), keepdims=True)
+
+
+def _rank_one_terms(blur: Blur) -> tuple[np.ndarray, np.ndarray]:
+    """Columns and rows [T, R, size]: their outer products add up to the kernels (to 0.2 grey levels of result)."""
+    kernels = blur_kernels(blur)
+    if blur.kernel == "iso":
+        taps = kernels.sum(1)
+        return taps[:, None], taps[:, None]
+    left, values, right = np.linalg.svd(kernels)
+    columns = left.transpose(0, 2, 1) * values[:, :, None]
+    weight = np.abs(columns).sum(2) * np.abs(right).sum(
+        2
+    )  # how far a term can move a pixel of a [0, 1] picture
+    missing = weight.sum(1, keepdims=True) - np.cumsum(weight, 1)
+    rank = int((missing.max(0) > 0.2 / 255).sum()) + 1
+    return columns[:, :rank], right[:, :rank]
+
+
+@lru_cache(maxsize=512)
+def resize_matrix(source: int, target: int, filter_name: str) -> np.ndarray:
+    """The 1-D resampling operator, float64 [target, source], pixel centres at (i + 0.5).
+
+    bilinear, bicubic (a = -0.75) and area are OpenCV's (no antialiasing but area's box); antialiased
+    is the bicubic (a = -0.5) widened to the scale. Edges replicate.
+    """
+    if source == target:
+        return np.eye(source)
+    ratio = source / target
+    if filter_name == "area" and ratio > 1:
+        edges = np.arange(target + 1) * ratio
+        cells = np.arange(source)
+        overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
+        return np.clip(overlap, 0, None) / ratio
+    if filter_name == "area":  # OpenCV enlarges by area so: flat cells with linear ramps between them
+        cell = np.floor(np.arange(target) * ratio)
+        ramp = np.arange(1, target + 1) - (cell + 1) / ratio
+        centre = cell + np.where(ramp <= 0, 0, ramp - np.floor(ramp))
+    else:
+        centre = (np.arange(target) + 0.5) * ratio - 0.5
+    stretch = max(ratio, 1.0) if filter_name == "antialiased" else 1.0
+    if filter_name in ("bicubic", "antialiased"):
+        reach, shape = 2 * stretch, -0.5 if filter_name == "antialiased" else -0.75
+    elif filter_name in ("bilinear", "area"):
+        reach, shape = 1.0, None
+    else:
+        raise InputError(f"unknown resize filter {filter_name!r}; choose one of {', '.join(FILTERS)}")
+    count = 2 * math.ceil(reach) + 1
+    first = np.floor(centre).astype(int) - math.ceil(reach) + 1
+    taps = first[:, None] + np.arange(count)
+    distance = np.abs(taps - centre[:, None]) / stretch
+    weight = np.clip(1 - distance, 0, None) if shape is None else _cubic(distance, shape)
+    weight /= weight.sum(1, keepdims=True)
+    matrix = np.zeros((target, source))
+    np.add.at(matrix, (np.arange(target)[:, None].repeat(count, 1), np.clip(taps, 0, source - 1)), weight)
+    return matrix
+
+
+def _cubic(distance: np.ndarray, a: float) -> np.ndarray:
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
+
+
+def _blur_then(resample: np.ndarray, taps: np.ndarray) -> np.ndarray:
+    """resample [M, N] after a correlation with taps [B, size] over reflected edges: float32 [B, M, N]."""
+    size, source = taps.shape[1], resample.shape[1]
+    radius = size // 2
+    # Row m of the product is row m of `resample`, spread by the taps over a line with padded ends ...
+    lines = torch.from_numpy(np.ascontiguousarray(resample, np.float32))[:, None]
+    weights = torch.from_numpy(np.ascontiguousarray(taps[:, ::-1], np.float32))[:, None]
+    spread = F.conv1d(lines, weights, padding=size - 1).transpose(0, 1)  # [B, M, N + 2 radius]
+    # ... and the padding is the reflection of the line itself.
+    padded = np.arange(-radius, source + radius)
+    period = max(2 * (source - 1), 1)
+    folded = np.abs((padded + source - 1) % period - (source - 1)) if source > 1 else np.zeros_like(padded)
+    result = spread[:, :, radius : radius + source].clone()
+    outside = [i for i in range(len(padded)) if not 0 <= padded[i] < source]
+    result.index_add_(2, torch.from_numpy(folded[outside]), spread[:, :, outside])
+    return result.numpy()
+
+
+def _sandwich(clip: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """sum over r of rows[t, r] @ clip[t, c] @ columns[t, r]^T: [T, 3, H, W] -> [T, 3, M, N].
+
+    rows [T or 1, R, M, H], columns [T or 1, R, N, W].
+    """
+    frames, channels, height, width = clip.shape
+    rank, wide = columns.shape[1:3]
+    across = columns.flatten(1, 2).transpose(1, 2)  # [T or 1, W, R N]
+    flat = clip.reshape(frames, channels * height, width)
+    half = flat @ across[0] if len(across) == 1 else torch.bmm(flat, across)
+    half = half.view(frames, channels, height, rank, wide)
+    if rank == 1:
+        return rows[:, :1] @ half[:, :, :, 0]
+    half = half.transpose(2, 3).reshape(frames, channels, rank * height, wide)
+    down = rows.transpose(1, 2).flatten(2)[:, None]  # [T or 1, 1, M, R H]
+    return down @ half
+
+
+def _blur_resize(
+    clip: Tensor, blur: Blur | None, frame_index: Sequence[int], size: tuple[int, int], filter_name: str
+) -> Tensor:
+    """Blur (optional) and resample a stack of equally large frames to `size`."""
+    height, width = clip.shape[-2:]
+    down, across = resize_matrix(height, size[0], filter_name), resize_matrix(width, size[1], filter_name)
+    if blur is None:
+        if (height, width) == size:
+            return clip
+        rows, columns = down[None, None], across[None, None]
+    else:
+        vertical, horizontal = (term[list(frame_index)] for term in _rank_one_terms(blur))
+        count, rank, taps = vertical.shape
+        rows = _blur_then(down, vertical.reshape(-1, taps)).reshape(count, rank, *down.shape)
+        columns = _blur_then(across, horizontal.reshape(-1, taps)).reshape(count, rank, *across.shape)
+    to = {"device": clip.device, "dtype": clip.dtype}
+    return _sandwich(clip, torch.from_numpy(rows).to(**to), torch.from_numpy(columns).to(**to))
+
+
+# ---------------------------------------------------------------- noise
+
+
+def _luminance(clip: Tensor) -> Tensor:
+    weights = clip.new_tensor((0.299, 0.587, 0.114)).view(3, 1, 1)
+    return (clip * weights).sum(1, keepdim=True)
+
+
+@lru_cache(maxsize=16)
+def _shot_noise_table(levels: int) -> np.ndarray:
+    """1024 equally likely values of Poisson(x levels) / levels - x for each grey level x: float32 [256, 1024]."""
+    quantile = (np.arange(1024) + 0.5) / 1024
+    table = np.empty((256, 1024), np.float32)
+    for grey in range(256):
+        mean = grey / 255 * levels
+        counts = np.arange(int(mean + 8 * math.sqrt(mean) + 10))
+        log_probability = (
+            counts * math.log(mean) - mean - np.cumsum(np.log(np.maximum(counts, 1))) if mean else None
+        )
+        cumulative = np.ones(1) if log_probability is None else np.cumsum(np.exp(log_probability))
+        draws = np.minimum(np.searchsorted(cumulative, quantile), len(cumulative) - 1)
+        table[grey] = draws / levels - grey / 255
+    return table
+
+
+def _shot_noise(clip: Tensor, generator: torch.Generator) -> Tensor:
+    """Poisson noise of each frame, at as many levels as it has distinct values (up to a power of 2)."""
+    grey = (clip.clamp(0, 1) * 255).round().long()
+    draw = torch.randint(1024, grey.shape, generator=generator)
+    noise = torch.empty(clip.shape)
+    for index, frame in enumerate(grey):
+        distinct = int((torch.bincount(frame.flatten(), minlength=256) > 0).sum())
+        table = torch.from_numpy(_shot_noise_table(2 ** math.ceil(math.log2(max(distinct, 2)))))
+        noise[index] = torch.take(table, frame * 1024 + draw[index])
+    return noise
+
+
+def _add_noise(clip: Tensor, noise: Noise, frame_index: Sequence[int]) -> Tensor:
+    # Drawn on the CPU, one generator a stack: records give the same noise whatever device holds the clip.
+    generator = torch.Generator().manual_seed(noise.seed + 7919 * frame_index[0])
+    base = _luminance(clip) if noise.grey else clip
+    level = torch.tensor([noise.level[i] for i in frame_index]).view(-1, 1, 1, 1)
+    if noise.kind == "gaussian":
+        added = torch.randn(base.shape, generator=generator) * (level / 255)
+    else:
+        added = _shot_noise(base.cpu(), generator) * level
+    return clip + added.to(clip)
+
+
+# ---------------------------------------------------------------- JPEG
+
+_LUMA_TABLE = (
+    (16, 11, 10, 16, 24, 40, 51, 61),
+    (12, 12, 14, 19, 26, 58, 60, 55),
+    (14, 13, 16, 24, 40, 57, 69, 56),
+    (14, 17, 22, 29, 51, 87, 80, 62),
+    (18, 22, 37, 56, 68, 109, 103, 77),
+    (24, 35, 55, 64, 81, 104, 113, 92),
+    (49, 64, 78, 87, 103, 121, 120, 101),
+    (72, 92, 95, 98, 112, 100, 103, 99),
+)
+_CHROMA_TABLE = (
+    (17, 18, 24, 47, 99, 99, 99, 99),
+    (18, 21, 26, 66, 99, 99, 99, 99),
+    (24, 26, 56, 99, 99, 99, 99, 99),
+    (47, 66, 99, 99, 99, 99, 99, 99),
+) + ((99,) * 8,) * 4
+
+
+def _quantisation(table: tuple, quality: Sequence[float]) -> np.ndarray:
+    """ITU T.81 annex K's table at libjpeg's quality (1 to 100): float32 [T, 8, 8]."""
+    whole = np.clip(np.round(np.array(quality)), 1, 100)
+    percent = np.where(whole < 50, np.floor(5000 / whole), 200 - 2 * whole)
+    scaled = np.floor((np.array(table)[None] * percent[:, None, None] + 50) / 100)
+    return np.clip(scaled, 1, 255).astype(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _dct8() -> np.ndarray:
+    k, n = np.arange(8)[:, None], np.arange(8)[None]
+    matrix = np.cos(np.pi * (2 * n + 1) * k / 16) / 2
+    matrix[0] /= math.sqrt(2)
+    return matrix.astype(np.float32)
+
+
+def _code_plane(plane: Tensor, table: Tensor) -> Tensor:
+    """8x8 DCT, quantise, back. plane [T, C, H, W] 0..255, H and W multiples of 8; table [T, 8, 8]."""
+    frames, channels, height, width = plane.shape
+    dct = torch.from_numpy(_dct8()).to(plane)
+    blocks = plane.sub(128).view(frames, channels, height // 8, 8, width // 8, 8).transpose(3, 4)
+    step = table[:, None, None, None]
+    levels = torch.round((dct @ blocks @ dct.T) / step)
+    back = (dct.T @ (levels * step) @ dct).transpose(3, 4).reshape(plane.shape)
+    return back.add_(128).round_().clamp_(0, 255)
+
+
+def _rgb_to_ycc(rgb: Tensor) -> Tensor:
+    """[T, 3, H, W] 0..255 -> Y, Cb, Cr 0..255, full range BT.601 (JFIF), not rounded."""
+    matrix = rgb.new_tensor(((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312)))
+    return torch.einsum("ij,tjhw->tihw", matrix, rgb) + rgb.new_tensor((0.0, 128.0, 128.0)).view(3, 1, 1)
+
+
+def _ycc_to_rgb(luma: Tensor, chroma: Tensor) -> Tensor:
+    blue, red = chroma[:, :1] - 128, chroma[:, 1:] - 128
+    return torch.cat((luma + 1.402 * red, luma - 0.344136 * blue - 0.714136 * red, luma + 1.772 * blue), 1)
+
+
+def _double(chroma: Tensor) -> Tensor:
+    """Chroma at twice the size by the triangle filter (3/4, 1/4) of libjpeg and of centre-sited 4:2:0."""
+    return F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)
+
+
+def jpeg_compress(clip: Tensor, quality: Sequence[float]) -> Tensor:
+    """JPEG without its entropy coding: [T, 3, H, W] in [0, 1] -> the same, on 8-bit steps.
+
+    quality: one a frame, libjpeg's 1 to 100. 4:2:0, standard tables. Against libjpeg at the same quality
+    the mean difference is below 0.3 grey levels (rounding of its integer arithmetic).
+    """
+    height, width = clip.shape[-2:]
+    pixels = (clip.clamp(0, 1) * 255).round()
+    padding = (0, -width % 16, 0, -height % 16)
+    ycc = _rgb_to_ycc(F.pad(pixels, padding, mode="replicate") if any(padding) else pixels).round()
+    luma_table = torch.from_numpy(_quantisation(_LUMA_TABLE, quality)).to(pixels)
+    chroma_table = torch.from_numpy(_quantisation(_CHROMA_TABLE, quality)).to(pixels)
+    luma = _code_plane(ycc[:, :1], luma_table)
+    chroma = _code_plane(F.avg_pool2d(ycc[:, 1:], 2).round(), chroma_table)
+    rgb = _ycc_to_rgb(luma, _double(chroma).round())
+    return (rgb.round().clamp(0, 255) / 255)[..., :height, :width].contiguous()
+
+
+# ---------------------------------------------------------------- video codec
+
+
+def _to_planes(clip: Tensor) -> np.ndarray:
+    """[T, 3, H, W] in [0, 1] -> planar 4:2:0, limited-range BT.601, uint8 [T, H*3/2, W]."""
+    frames, _, height, width = clip.shape
+    ycc = _rgb_to_ycc((clip.clamp(0, 1) * 255).round())
+    luma = (ycc[:, 0] * (219 / 255) + 16).round()
+    chroma = ((F.avg_pool2d(ycc[:, 1:], 2) - 128) * (224 / 255) + 128).round()
+    planes = torch.cat((luma.reshape(frames, -1), chroma.reshape(frames, -1)), 1)
+    return planes.clamp(0, 255).byte().cpu().numpy().reshape(frames, height * 3 // 2, width)
+
+
+def _from_planes(planes: np.ndarray, like: Tensor) -> Tensor:
+    frames, rows, width = planes.shape
+    height = rows * 2 // 3
+    flat = torch.from_numpy(planes).to(like.device).to(like.dtype).view(frames, -1)
+    luma = (flat[:, : height * width].view(frames, 1, height, width) - 16) * (255 / 219)
+    chroma = flat[:, height * width :].view(frames, 2, height // 2, width // 2)
+    rgb = _ycc_to_rgb(luma, _double((chroma - 128) * (255 / 224) + 128))
+    return rgb.round_().clamp_(0, 255).div_(255)
+
+
+def _compress(frames: list[Tensor], codec: Codec, hq_area: int) -> list[Tensor]:
+    """Through the codec at the first frame's size, to which the others are scaled as an encoder would."""
+    size = (frames[0].shape[-2], frames[0].shape[-1])
+    same = _grouped(frames, lambda clip, index: _blur_resize(clip, None, index, size, "bicubic"))
+    clip = torch.stack(same)
+    bits = None if codec.bits is None else codec.bits * hq_area / _BITRATE_AREA
+    coded = code_clip(_to_planes(clip), codec.codec, crf=codec.crf, bits_per_frame=bits, speed=codec.speed)
+    return list(_from_planes(coded, clip))
+
+
+# ---------------------------------------------------------------- applying
+
+
+def _grouped(
+    frames: list[Tensor], function: Callable[[Tensor, list[int]], Tensor], keys: list | None = None
+) -> list[Tensor]:
+    """function(stack, frame indices) over stacks of frames that agree in size (and in key)."""
+    groups: dict[tuple, list[int]] = {}
+    for index, frame in enumerate(frames):
+        groups.setdefault((frame.shape, None if keys is None else keys[index]), []).append(index)
+    result: list[Tensor] = list(frames)
+    for indices in groups.values():
+        stack = torch.stack([frames[i] for i in indices])
+        for index, frame in zip(indices, function(stack, indices)):
+            result[index] = frame
+    return result
+
+
+def _sizes(frames: list[Tensor], resize: Resize, lr: tuple[int, int]) -> list[tuple[int, int]]:
+    if resize.to_lr:
+        return [lr] * len(frames)
+    return [
+        (_even(frame.shape[-2] * factor), _even(frame.shape[-1] * factor))
+        for frame, factor in zip(frames, resize.factor)
+    ]
+
+
+def apply_degradation(clip: Tensor, record: DegradationRecord) -> Tensor:
+    """Degrade an HQ clip.
+
+    clip: float32 [T, 3, H, W] in [0, 1], T as in the record. Returns uint8 [T, 3, h, w] on the clip's
+    device, (h, w) = lr_size(H, W, scale). Frames of a clip may differ in size in the middle of the
+    pipeline (the resize factor walks), never at its end. Raises InputError if T does not fit.
+    """
+    if len(clip) != record.frames:
+        raise InputError(f"the clip has {len(clip)} frames, its degradation record {record.frames}")
+    lr = lr_size(*clip.shape[-2:], record.scale)
+    hq_area = clip.shape[-2] * clip.shape[-1]
+    frames = list(clip)
+    blur: Blur | None = None  # waits for the next stage: blur and resize are one matrix product
+    for stage in (*record.stages, None):
+        if isinstance(stage, Resize) or blur is not None:
+            resize = stage if isinstance(stage, Resize) else None
+            own = [(int(frame.shape[-2]), int(frame.shape[-1])) for frame in frames]
+            sizes = own if resize is None else _sizes(frames, resize, lr)
+            filter_name = "bilinear" if resize is None else resize.filter
+            waiting = blur
+            frames = _grouped(
+                frames,
+                lambda stack, index, sizes=sizes, name=filter_name, waiting=waiting: _blur_resize(
+                    stack, waiting, index, sizes[index[0]], name
+                ),
+                keys=sizes,
+            )
+            blur = None
+        if isinstance(stage, Blur):
+            blur = stage
+        elif isinstance(stage, Noise):
+            noise = stage
+            frames = _grouped(frames, lambda stack, index, noise=noise: _add_noise(stack, noise, index))
+        elif isinstance(stage, Jpeg):
+            quality = stage.quality
+            frames = _grouped(
+                frames,
+                lambda stack, index, quality=quality: jpeg_compress(stack, [quality[i] for i in index]),
+            )
+        elif isinstance(stage, Codec):
+            frames = _compress(frames, stage, hq_area)
+    return (torch.stack(frames).clamp(0, 1) * 255).round().byte()
+
+
+# ---------------------------------------------------------------- target sharpening
+
+
+def usm_sharpen(clip: Tensor, weight: float = 0.5, radius: int = 25, threshold: float = 10.0) -> Tensor:
+    """Unsharp mask of the target, as RealBasicVSR's option: [..., H, W] in [0, 1] -> the same.
+
+    A Gaussian of 2 radius + 1 taps (sigma by OpenCV's rule, 8 for 51 taps) gives the low part; where the rest
+    exceeds `threshold` grey levels (a soft mask) the picture plus weight x rest is taken.
+    """
+    sigma = 0.3 * (radius - 1) + 0.8
+    x = np.arange(-radius, radius + 1)
+    taps = np.exp(-0.5 * (x / sigma) ** 2)[None]
+    taps /= taps.sum()
+    height, width = clip.shape[-2:]
+    down = torch.from_numpy(_blur_then(np.eye(height), taps)[0]).to(clip)
+    across = torch.from_numpy(_blur_then(np.eye(width), taps)[0]).to(clip)
+
+    def smooth(picture: Tensor) -> Tensor:
+        return down @ (picture @ across.T)
+
+    rest = clip - smooth(clip)
+    mask = smooth((rest.abs() * 255 > threshold).to(clip.dtype))
+    sharp = (clip + weight * rest).clamp(0, 1)
+    return mask * sharp + (1 - mask) * clip

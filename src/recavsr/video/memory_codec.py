@@ -1,0 +1,108 @@
+"""Pixels in and out of codecs without a file in between: what training data needs of PyAV.
+
+`code_clip` pushes a clip through an encoder and its decoder in memory (the compression damage of
+RealBasicVSR's degradation); `decode_planes` reads the 8-bit 4:2:0 planes of a file as they are.
+
+T frames, H W rows and columns of the luma plane (both even in `code_clip`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+
+from recavsr.errors import InputError
+
+_DECODER = {"libx264": "h264", "mpeg4": "mpeg4"}
+
+
+def code_clip(
+    planes: np.ndarray,
+    codec: str,
+    *,
+    crf: float | None = None,
+    bits_per_frame: float | None = None,
+    speed: str = "fast",
+) -> np.ndarray:
+    """Encode and decode a clip in memory.
+
+    planes: uint8 [T, H*3/2, W], planar 4:2:0 (Y rows, then U, then V). codec: "libx264" or "mpeg4".
+    Rate: `crf` (libx264 only) or `bits_per_frame`, never both. speed: libx264's preset.
+    Returns the decoded planes, same shape. One thread, so the result depends on the input alone.
+    """
+    frames, rows, width = planes.shape
+    height = rows * 2 // 3
+    encoder = av.CodecContext.create(codec, "w")
+    encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuv420p"
+    encoder.time_base = Fraction(1, 1)
+    encoder.framerate = Fraction(1, 1)
+    encoder.thread_count = 1
+    options = {}
+    if codec == "libx264":
+        # Without mb-tree, whose lookahead makes x264's output vary from run to run.
+        options = {"preset": speed, "x264-params": "threads=1:mbtree=0"}
+        if crf is not None:
+            options["crf"] = f"{crf:g}"
+    if bits_per_frame is not None:
+        encoder.bit_rate = max(int(bits_per_frame), 1000)  # one frame a second; x264 refuses less
+    encoder.options = options
+
+    decoder = av.CodecContext.create(_DECODER[codec], "r")
+    decoder.thread_count = 1
+    packets = []
+    for index in range(frames):
+        frame = av.VideoFrame.from_ndarray(planes[index], format="yuv420p")
+        frame.pts = index
+        packets += encoder.encode(frame)
+    packets += encoder.encode(None)
+    decoded = [frame for packet in packets for frame in decoder.decode(packet)]
+    decoded += decoder.decode(None)
+    if len(decoded) != frames:
+        raise RuntimeError(f"{codec} gave {len(decoded)} frames for {frames}")
+    return np.stack([frame.to_ndarray() for frame in decoded])
+
+
+@dataclass(frozen=True)
+class Planes:
+    """A decoded 4:2:0 frame: luma uint8 [H, W], chroma uint8 [H/2, W/2] (rounded up), and how to read it."""
+
+    luma: np.ndarray
+    blue: np.ndarray
+    red: np.ndarray
+    full_range: bool
+    matrix: str  # "bt709" or "bt601"
+
+
+def _crop(plane: av.video.plane.VideoPlane, height: int, width: int) -> np.ndarray:
+    flat = np.frombuffer(plane, np.uint8)
+    return flat.reshape(-1, plane.line_size)[:height, :width].copy()
+
+
+def decode_planes(path: Path | str) -> Iterator[Planes]:
+    """Decode the first video stream (or the picture) of a file, frame by frame, 8-bit 4:2:0 only.
+
+    The matrix is BT.709 where the file says so, or says nothing and is a video of 720 rows or more.
+    Raises InputError for another pixel format or a file that can not be read.
+    """
+    try:
+        container = av.open(str(path))
+    except (av.FFmpegError, OSError) as error:
+        raise InputError(f"{path}: can't be read ({error}); pack the training data again") from error
+    with container:
+        stream = container.streams.video[0]
+        stream.thread_count = 1
+        for frame in container.decode(stream):
+            if frame.format.name not in ("yuv420p", "yuvj420p"):
+                raise InputError(f"{path}: pixel format {frame.format.name}; convert it to 8-bit 4:2:0 first")
+            height, width = frame.height, frame.width
+            full = frame.format.name == "yuvj420p" or int(frame.color_range) == 2
+            space = int(frame.colorspace)
+            matrix = "bt709" if space == 1 or (space == 2 and not full and height >= 720) else "bt601"
+            half = ((height + 1) // 2, (width + 1) // 2)
+            luma, blue, red = frame.planes
+            yield Planes(_crop(luma, height, width), _crop(blue, *half), _crop(red, *half), full, matrix)
