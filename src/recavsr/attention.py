@@ -1,0 +1,201 @@
+"""Attention over the current block and its history, inside a spatial window: one function.
+
+Shapes: B batch, G key/value heads, R query heads for each of them, T latents (or frames), N cells
+of a grid (rows x columns), D channels of a head.
+
+Every query sees, in every visible latent, the cells of a window around its own cell. Windows are
+per query (stride 1, as in the paper and the released weights), or shared by tiles of
+`stride` x `stride` queries, which needs no mask. At borders a window shifts inward and keeps its
+size ("shift", the generator) or is cut ("cut", the released decoder).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recavsr.geometry import Grid
+
+Border = Literal["shift", "cut"]
+
+_TILE = 8
+"""Side of a query tile where windows are per query: the tile reads the union of its windows."""
+
+
+@dataclass(frozen=True)
+class SpatialWindow:
+    """Which cells a query sees: `height` x `width` cells around its tile of `stride` x `stride`."""
+
+    height: int
+    width: int
+    stride: int = 1
+    border: Border = "shift"
+
+    def __post_init__(self) -> None:
+        if min(self.height, self.width, self.stride) < 1 or self.stride > min(self.height, self.width):
+            raise ValueError(f"a window must be at least one cell and its stride: {self}")
+        if self.border == "cut" and (self.stride > 1 or self.height % 2 or self.width % 2):
+            raise ValueError(f"a window that is cut at borders has even sides and stride 1: {self}")
+
+    def covers(self, grid: Grid) -> bool:
+        """Return whether every query sees the whole grid."""
+        if self.border == "cut":  # [q - size / 2, q + size / 2) must hold 0 .. extent - 1 for every q
+            return self.height >= 2 * grid.height and self.width >= 2 * grid.width
+        return self.height >= grid.height and self.width >= grid.width
+
+    def rows(self, grid: Grid) -> list[range]:
+        """Return the visible rows for each query row."""
+        return [_span(y, self.height, self.stride, grid.height, self.border) for y in range(grid.height)]
+
+    def columns(self, grid: Grid) -> list[range]:
+        """Return the visible columns for each query column."""
+        return [_span(x, self.width, self.stride, grid.width, self.border) for x in range(grid.width)]
+
+
+def _span(cell: int, size: int, stride: int, extent: int, border: Border) -> range:
+    # stride 1 gives the reference: start = cell - size // 2. A tile is centred in its window.
+    start = cell // stride * stride - (size - stride + 1) // 2
+    if border == "cut":
+        return range(max(start, 0), min(start + size, extent))
+    size = min(size, extent)
+    start = min(max(start, 0), extent - size)
+    return range(start, start + size)
+
+
+def windowed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grid: Grid,
+    window: SpatialWindow,
+    time_bias: Tensor | None = None,
+) -> Tensor:
+    """Attend from `query` [B, G, R, Tq, N, D] to `key`, `value` [B, G, Tk, N, D].
+
+    `time_bias` [Tq, Tk] is added to the scores of each (query latent, key latent) pair, -inf where
+    it must not look: block-causal training masks and the router's log prior (Eq. 2). Returns
+    [B, G, R, Tq, N, D]. Raises ValueError where the grid does not fit N.
+    """
+    if query.shape[-2] != grid.cells:
+        raise ValueError(f"grid {grid.height}x{grid.width} has {grid.cells} cells, queries have {query.shape[-2]}")
+    if window.covers(grid):
+        return _dense(query, key, value, time_bias)
+    return _tiled(query, key, value, grid, window, time_bias)
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grid: Grid,
+    window: SpatialWindow,
+    time_bias: Tensor | None = None,
+) -> Tensor:
+    """Compute the same as `windowed_attention` by its definition: one masked softmax over all keys."""
+    rows, columns = window.rows(grid), window.columns(grid)
+    seen = torch.zeros(grid.height, grid.width, grid.height, grid.width, dtype=torch.bool)
+    for y, row in enumerate(rows):
+        for x, column in enumerate(columns):
+            seen[y, x, row.start : row.stop, column.start : column.stop] = True
+    space = torch.zeros(grid.cells, grid.cells).masked_fill(~seen.view(grid.cells, grid.cells), float("-inf"))
+    scores = torch.einsum("bgrtnd,bgsmd->bgrtnsm", query.float(), key.float()) * query.shape[-1] ** -0.5
+    scores = scores + space.to(scores.device)[:, None, :]
+    if time_bias is not None:
+        scores = scores + time_bias.float()[:, None, :, None]
+    weights = scores.flatten(-2).softmax(-1).view_as(scores)
+    return torch.einsum("bgrtnsm,bgsmd->bgrtnd", weights, value.float()).to(query.dtype)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, time_bias: Tensor | None) -> Tensor:
+    mask = None
+    if time_bias is not None:
+        repeats, cells = query.shape[2], query.shape[4]
+        mask = time_bias.to(query.dtype)[None, :, None, :, None]
+        mask = mask.expand(repeats, -1, cells, -1, key.shape[3]).flatten(3, 4).flatten(0, 2)
+    # Query heads that share a key head become more queries of it: no copy of K and V.
+    out = F.scaled_dot_product_attention(query.flatten(2, 4), key.flatten(2, 3), value.flatten(2, 3), mask)
+    return out.view_as(query)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """Index tables of one (grid, window): which queries and keys belong to each tile."""
+
+    query_cells: Tensor  # [tiles, q] cells of the tile; cells off the grid repeat the last one
+    key_cells: Tensor  # [tiles, k]
+    untile: Tensor  # [N] where each cell's result lies in the flattened [tiles, q]
+    bias: Tensor | None  # [tiles, q, k] 0 or -inf; None where the whole tile shares one window
+
+
+@lru_cache(maxsize=32)
+def _tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
+    tile = window.stride if window.stride > 1 else _TILE
+    rows, columns = window.rows(grid), window.columns(grid)
+    row_tiles, row_keys, row_bias = _axis_tiles(rows, tile, grid.height)
+    column_tiles, column_keys, column_bias = _axis_tiles(columns, tile, grid.width)
+
+    def pair(down: Tensor, across: Tensor) -> Tensor:
+        cells = down[:, None, :, None] * grid.width + across[None, :, None, :]
+        return cells.flatten(2).flatten(0, 1)
+
+    query_cells, key_cells = pair(row_tiles, column_tiles), pair(row_keys, column_keys)
+    untile = torch.empty(grid.cells, dtype=torch.long)
+    # Later writes win; repeated cells hold equal results, so any of them serves.
+    untile[query_cells.flatten()] = torch.arange(query_cells.numel())
+    bias = row_bias[:, None, :, None, :, None] + column_bias[None, :, None, :, None, :]
+    bias = bias.flatten(4, 5).flatten(2, 3).flatten(0, 1)
+    has_bias = bool((bias != 0).any())
+    return _Tiling(
+        query_cells.to(device), key_cells.to(device), untile.to(device), bias.to(device) if has_bias else None
+    )
+
+
+def _axis_tiles(spans: list[range], tile: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut one axis into tiles: query indices [n, tile], key indices [n, k], bias [n, tile, k]."""
+    starts = range(0, extent, tile)
+    queries = torch.stack([torch.arange(s, s + tile).clamp(max=extent - 1) for s in starts])
+    unions = [(spans[int(q[0])].start, max(spans[int(i)].stop for i in q)) for q in queries]
+    size = max(stop - start for start, stop in unions)
+    keys = torch.stack([torch.arange(size) + min(start, extent - size) for start, _ in unions])
+    low = torch.tensor([[spans[int(i)].start for i in q] for q in queries])
+    high = torch.tensor([[spans[int(i)].stop for i in q] for q in queries])
+    inside = (keys[:, None] >= low[..., None]) & (keys[:, None] < high[..., None])
+    return queries, keys, torch.zeros(inside.shape).masked_fill(~inside, float("-inf"))
+
+
+def _tiled(
+    query: Tensor, key: Tensor, value: Tensor, grid: Grid, window: SpatialWindow, time_bias: Tensor | None
+) -> Tensor:
+    plan = _tiling(grid, window, query.device)
+    batch, groups, repeats, query_time, _, width = query.shape
+    key_time = key.shape[2]
+    tiles, tile_cells = plan.query_cells.shape
+
+    def gather(x: Tensor, cells: Tensor) -> Tensor:
+        # [B, G, ..., N, D] -> [B, tiles, G, (... cells), D], contiguous for the fused kernels.
+        picked = x.index_select(-2, cells.flatten()).unflatten(-2, cells.shape)
+        return picked.movedim(-3, 1)
+
+    q = gather(query, plan.query_cells).reshape(batch * tiles, groups, -1, width)
+    k = gather(key, plan.key_cells).reshape(batch * tiles, groups, -1, width)
+    v = gather(value, plan.key_cells).reshape(batch * tiles, groups, -1, width)
+    mask = None
+    if plan.bias is not None or time_bias is not None:
+        keys = plan.key_cells.shape[1]
+        mask = query.new_zeros(1, 1, 1, 1, 1, 1)
+        if plan.bias is not None:
+            mask = mask + plan.bias.to(query.dtype)[:, None, None, :, None, :]
+        if time_bias is not None:
+            mask = mask + time_bias.to(query.dtype)[None, None, :, None, :, None]
+        mask = mask.expand(tiles, repeats, query_time, tile_cells, key_time, keys)
+        mask = mask.reshape(tiles, 1, repeats * query_time * tile_cells, key_time * keys)
+        mask = mask.repeat(batch, 1, 1, 1) if batch > 1 else mask
+    out = F.scaled_dot_product_attention(q, k, v, mask)
+    out = out.view(batch, tiles, groups, repeats, query_time, tile_cells, width)
+    out = out.permute(0, 2, 3, 4, 1, 5, 6).flatten(4, 5)
+    return out.index_select(-2, plan.untile)

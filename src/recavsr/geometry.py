@@ -1,0 +1,112 @@
+"""Words and arithmetic of a stream: blocks in time, grids in space. No torch here.
+
+A stream of video frames becomes *latents* (one latent frame covers 4 video frames, the first of a
+stream covers 1) and is generated in *blocks* of latents (6 first, then 2 at a time; paper, Appendix
+B.3). In space a *grid* is the token rows and columns of one latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FRAMES_PER_LATENT = 4
+
+
+def frames_of_latents(first: int, count: int) -> int:
+    """Return how many video frames the latents `first .. first + count - 1` of a stream cover."""
+    frames = FRAMES_PER_LATENT * count
+    return frames - (FRAMES_PER_LATENT - 1) if first == 0 and count > 0 else frames
+
+
+@dataclass(frozen=True)
+class Block:
+    """One generation step: which latents it makes and which frames they cover."""
+
+    index: int
+    first_latent: int
+    latents: int
+    first_frame: int
+    frames: int
+    valid_frames: int
+    """Frames that exist; the last block of a clip repeats its last frame up to `frames`."""
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a stream is cut into blocks: `first` latents in block 0, `rest` in every later one.
+
+    The paper's plan is 6 then 2 latents, that is 21 then 8 frames. A smaller `first` gives a lower
+    latency for the first output.
+    """
+
+    first: int = 6
+    rest: int = 2
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.rest < 1:
+            raise ValueError(f"a block needs at least one latent, got first={self.first}, rest={self.rest}")
+
+    def latents(self, index: int) -> int:
+        """Return the number of latents of block `index`."""
+        return self.first if index == 0 else self.rest
+
+    def first_latent(self, index: int) -> int:
+        """Return the absolute position of the first latent of block `index`."""
+        return 0 if index == 0 else self.first + (index - 1) * self.rest
+
+    def frames(self, index: int) -> int:
+        """Return the number of video frames of block `index` (21 or 8 in the paper's plan)."""
+        return frames_of_latents(self.first_latent(index), self.latents(index))
+
+    def first_frame(self, index: int) -> int:
+        """Return the absolute index of the first video frame of block `index`."""
+        return frames_of_latents(0, self.first_latent(index))
+
+    def block_count(self, frame_count: int) -> int:
+        """Return how many blocks a clip of `frame_count` frames needs."""
+        if frame_count <= 0:
+            return 0
+        head = self.frames(0)
+        return 1 + max(0, math.ceil((frame_count - head) / (FRAMES_PER_LATENT * self.rest)))
+
+    def blocks(self, frame_count: int) -> Iterator[Block]:
+        """Yield the blocks of a clip of `frame_count` frames (any count; the last one may be padded)."""
+        for index in range(self.block_count(frame_count)):
+            start, frames = self.first_frame(index), self.frames(index)
+            yield Block(
+                index=index,
+                first_latent=self.first_latent(index),
+                latents=self.latents(index),
+                first_frame=start,
+                frames=frames,
+                valid_frames=min(frames, frame_count - start),
+            )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows and columns of something laid over a picture: latents or tokens."""
+
+    height: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.height < 1 or self.width < 1:
+            raise ValueError(f"a grid needs at least one row and one column, got {self.height}x{self.width}")
+
+    @property
+    def cells(self) -> int:
+        """Return rows times columns."""
+        return self.height * self.width
+
+
+def scaled_size(height: int, width: int, scale: float) -> tuple[int, int]:
+    """Return the output size: floor(side x scale + 0.5) for each side."""
+    return math.floor(height * scale + 0.5), math.floor(width * scale + 0.5)
+
+
+def padded_size(height: int, width: int, multiple: int) -> tuple[int, int]:
+    """Return the size padded at the bottom and right to a multiple of `multiple` pixels."""
+    return -(-height // multiple) * multiple, -(-width // multiple) * multiple

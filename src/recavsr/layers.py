@@ -1,0 +1,70 @@
+"""Small layers shared by the networks.
+
+Rules of precision: weights and activations may be bfloat16; statistics of norms, modulation and
+residual sums are float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32; returns the input's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` [..., width]."""
+        return self.in_float32(x).to(x.dtype)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """Normalise `x` [..., width] and leave the result in float32."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+
+
+class ChannelRMSNorm(nn.Module):
+    """RMS norm over the channels of `x` [B, C, F, H, W]; its weight is [C, 1, 1, 1]."""
+
+    def __init__(self, channels: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` [B, C, F, H, W] in float32; returns the input's dtype."""
+        value = x.float()
+        value = value * torch.rsqrt(value.square().mean(dim=1, keepdim=True) + self.eps)
+        return (value * self.weight.float()).to(x.dtype)
+
+
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return layer_norm(x) (1 + scale) + shift, computed in float32, in the dtype of `x`.
+
+    `x` is [B, T, N, C]; `scale` and `shift` are [B or 1, C].
+    """
+    normal = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    return torch.addcmul(shift[:, None, None], normal, 1 + scale[:, None, None]).to(x.dtype)
+
+
+def gated_residual(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Return x + update * gate in float32, rounded to the dtype of `x`; gate is [B or 1, C]."""
+    return torch.addcmul(x.float(), update.float(), gate[:, None, None]).to(x.dtype)
+
+
+def sinusoid(timestep: Tensor, channels: int) -> Tensor:
+    """Embed timesteps [B] as [B, channels], cosines first, in float32 throughout.
+
+    The released weights were made with float32 frequencies exp(-ln(10000) i / half).
+    """
+    half = channels // 2
+    index = torch.arange(half, dtype=torch.float32, device=timestep.device)
+    angle = timestep.float()[:, None] * torch.exp(-math.log(10_000.0) * index / half)
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)

@@ -1,0 +1,367 @@
+"""LR-conditioned FlashDecoder: latents and LR frames to RGB frames, streaming (paper, Sec. 3.3).
+
+A transformer on the latent grid, one latent at a time: a backbone that sees the latent before, an
+expansion of each latent to 4 frames, refinement layers that see the 4 frames before, and a head
+that opens each grid cell into pixels.
+
+Shapes: B batch, T latents, F frames, H W latent rows and columns, N cells, C width, G key/value
+groups, R query heads of a group, D channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recavsr.attention import SpatialWindow, windowed_attention
+from recavsr.errors import InputError
+from recavsr.geometry import FRAMES_PER_LATENT, Grid
+from recavsr.layers import RMSNorm
+from recavsr.models.lr_projector import unshuffle_frames
+from recavsr.rope import AxisSplit, angles, rotate, rotation, spatial_angles
+from recavsr.state import State
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder; the defaults are the released variant S (57,173,552 parameters)."""
+
+    width: int = 512
+    depth: int = 12
+    heads: int = 8
+    groups: int = 2
+    refinement_depth: int = 2
+    ffn_ratio: float = 4.0
+    window_latents: int = 2
+    window: SpatialWindow = SpatialWindow(24, 24, border="cut")  # noqa: RUF009
+    latent_channels: int = 48
+    latent_stride: int = 16
+    lr_channels: int = 48
+    eps: float = 1e-5
+    head: Literal["linear", "convolutional"] = "linear"
+    """How a cell becomes pixels: an MLP and a pixel shuffle (released), or `ConvolutionalHead`."""
+    head_channels: int = 48
+    latents_mean: tuple[float, ...] = (0.0,) * 48
+    latents_std: tuple[float, ...] = (1.0,) * 48
+
+    @staticmethod
+    def from_released(config: dict[str, Any], vae: dict[str, Any] | None = None) -> DecoderConfig:
+        """Read a released `flashdecoder_config.json` and the latent statistics of `vae_config.json`.
+
+        Raises InputError for unknown fields or another variant than S.
+        """
+        known = dict(config)
+        if known.pop("variant", "S") != "S":
+            raise InputError(f"flashdecoder_config.json: variant {config['variant']!r} is unknown; only S is")
+        names = {
+            "dim": "width",
+            "depth": "depth",
+            "num_heads": "heads",
+            "num_kv_groups": "groups",
+            "refinement_depth": "refinement_depth",
+            "mlp_ratio": "ffn_ratio",
+            "window_size": "window_latents",
+            "head": "head",
+            "head_channels": "head_channels",
+        }
+        try:
+            fields = {ours: known.pop(name) for name, ours in names.items() if name in known}
+            if "spatial_window_size" in known:
+                height, width = known.pop("spatial_window_size")
+                stride = known.pop("spatial_window_stride", 1)
+                border = known.pop("spatial_window_border", "cut")
+                fields["window"] = SpatialWindow(height, width, stride, border)
+            if vae is not None:
+                fields["latents_mean"] = tuple(vae["latents_mean"])
+                fields["latents_std"] = tuple(vae["latents_std"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"flashdecoder_config.json: missing or malformed field {error}") from error
+        if known:
+            raise InputError(f"flashdecoder_config.json: unknown fields {sorted(known)}")
+        return DecoderConfig(**fields)
+
+    def to_released(self) -> dict[str, Any]:
+        """Return the fields of a `flashdecoder_config.json` that `from_released` reads back."""
+        window = self.window
+        return {
+            "dim": self.width,
+            "depth": self.depth,
+            "num_heads": self.heads,
+            "num_kv_groups": self.groups,
+            "refinement_depth": self.refinement_depth,
+            "mlp_ratio": self.ffn_ratio,
+            "window_size": self.window_latents,
+            "spatial_window_size": [window.height, window.width],
+            "spatial_window_stride": window.stride,
+            "spatial_window_border": window.border,
+            "head": self.head,
+            "head_channels": self.head_channels,
+        }
+
+
+@dataclass(frozen=True)
+class GroupHistory(State):
+    """Keys (after norm and spatial rotation) and values of one layer's earlier groups of frames."""
+
+    keys: Tensor  # [B, G, frames, N, D]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class DecoderState(State):
+    """What the decoder remembers: one history a layer, None at the start of a stream."""
+
+    layers: tuple[GroupHistory | None, ...]
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention of each group of frames over itself and the groups before it.
+
+    A group is one latent in the backbone and its 4 frames in the refinement. Keys and values are
+    normed, queries are not. Inside a group attention is bidirectional.
+    """
+
+    def __init__(self, config: DecoderConfig, group_frames: int) -> None:
+        super().__init__()
+        head_width = config.width // config.heads
+        self.config, self.group_frames = config, group_frames
+        self.split = AxisSplit.flash_decoder(head_width)
+        self.query = nn.Linear(config.width, config.width)
+        self.key = nn.Linear(config.width, config.groups * head_width)
+        self.value = nn.Linear(config.width, config.groups * head_width)
+        self.output = nn.Linear(config.width, config.width)
+        self.key_norm = RMSNorm(head_width, config.eps)
+        self.value_norm = RMSNorm(head_width, config.eps)
+
+    def step(self, history: GroupHistory | None, x: Tensor, grid: Grid) -> tuple[GroupHistory, Tensor]:
+        """Attend for the next frames `x` [B, F, N, C], F a multiple of the group size."""
+        config, size = self.config, self.group_frames
+        space = _spatial_table(grid, self.split, x.device)
+        query = self._turn_in_space(self.query(x), space)
+        query = query.unflatten(1, (config.groups, -1))  # B G R F N D
+        key = self._turn_in_space(self.key(x), space, self.key_norm).to(x.dtype)
+        value = self.value_norm(self._heads(self.value(x)))
+        reach = (config.window_latents - 1) * size
+        if history is None:
+            known_keys, known_values, before = key, value, 0
+        else:
+            known_keys = torch.cat([history.keys, key], dim=2)
+            known_values = torch.cat([history.values, value], dim=2)
+            before = history.keys.shape[2]
+        results, start, frames = [], 0, x.shape[1]
+        while start < frames:
+            past = min(before + start, reach)
+            # Groups with a full past all look alike: they go through as one batch.
+            count = (frames - start) // size if past == reach else 1
+            results.append(
+                self._attend(
+                    query[:, :, :, start : start + count * size],
+                    known_keys[:, :, before + start - past : before + start + count * size],
+                    known_values[:, :, before + start - past : before + start + count * size],
+                    past,
+                    count,
+                    grid,
+                )
+            )
+            start += count * size
+        out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
+        out = out.flatten(1, 2).permute(0, 2, 3, 1, 4).flatten(3)
+        keep = min(before + frames, reach)
+        kept = GroupHistory(*(y[:, :, y.shape[2] - keep :].clone() for y in (known_keys, known_values)))
+        return kept, self.output(out)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, past: int, count: int, grid: Grid
+    ) -> Tensor:
+        """Attend `count` groups of queries [B, G, R, count size, N, D], each to its window of groups.
+
+        `keys` and `values` [B, G, past + count size, N, D] hold the past of the first group as well.
+        """
+        size, batch = self.group_frames, query.shape[0]
+        span = past + size
+        # Times count from the start of the group, so the window may move along an endless stream.
+        time = _time_table(-past, span, self.split.time, query.device)
+        windows = keys.unfold(2, span, size).permute(0, 2, 1, 5, 3, 4).flatten(0, 1)  # B count, G span N D
+        windows = self._turn_in_time(windows, time).to(values.dtype)
+        value_windows = values.unfold(2, span, size).permute(0, 2, 1, 5, 3, 4).flatten(0, 1)
+        groups = query.unflatten(3, (count, size)).permute(0, 3, 1, 2, 4, 5, 6).flatten(0, 1)
+        groups = self._turn_in_time(groups, tuple(t[past:] for t in time)).to(values.dtype)
+        out = windowed_attention(groups, windows, value_windows, grid, self.config.window)
+        return out.unflatten(0, (batch, count)).permute(0, 2, 3, 1, 4, 5, 6).flatten(3, 4)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        width = self.config.width // self.config.heads
+        return x.unflatten(-1, (-1, width)).permute(0, 3, 1, 2, 4)
+
+    def _turn_in_space(
+        self, x: Tensor, space: tuple[Tensor, Tensor], norm: RMSNorm | None = None
+    ) -> Tensor:
+        heads = self._heads(x)
+        heads = norm.in_float32(heads) if norm else heads.float()
+        still, turning = heads.split([self.split.time, self.split.rows + self.split.columns], dim=-1)
+        return torch.cat([still, rotate(turning, *space)], dim=-1)
+
+    def _turn_in_time(self, x: Tensor, time: tuple[Tensor, ...]) -> Tensor:
+        turning, still = x.float().split([self.split.time, self.split.rows + self.split.columns], dim=-1)
+        cos, sin = time
+        return torch.cat([rotate(turning, cos[:, None], sin[:, None]), still], dim=-1)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to [..., C]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward on a grid of frames."""
+
+    def __init__(self, config: DecoderConfig, group_frames: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.eps)
+        self.attention = GroupedAttention(config, group_frames)
+        self.feed_forward_norm = RMSNorm(config.width, config.eps)
+        self.feed_forward = SwiGLU(config.width, int(config.width * config.ffn_ratio))
+
+    def step(self, history: GroupHistory | None, x: Tensor, grid: Grid) -> tuple[GroupHistory, Tensor]:
+        """Apply to the next frames [B, F, N, C]."""
+        history, attended = self.attention.step(history, self.attention_norm(x), grid)
+        x = x + attended
+        return history, x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class LinearHead(nn.Module):
+    """Two linear layers and a pixel shuffle: absolute RGB (the released decoder)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.stride = config.latent_stride
+        hidden = int(config.width * config.ffn_ratio)
+        self.inner = nn.Linear(config.width, hidden)
+        self.outer = nn.Linear(hidden, 3 * config.latent_stride**2)
+
+    def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
+        """Turn cells [B, F, N, C] into frames [B, 3, F, s H, s W]."""
+        pixels = self.outer(F.silu(self.inner(x))).unflatten(2, (grid.height, grid.width))
+        return F.pixel_shuffle(pixels.permute(0, 1, 4, 2, 3), self.stride).transpose(1, 2)
+
+
+class ConvolutionalHead(nn.Module):
+    """Opens cells to a quarter of the output size, adds the LR picture there, convolves, opens again.
+
+    At small widths it has no seams between cells. The result is a residual over the LR frames.
+    """
+
+    factor = 4
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        channels, self.opening = config.head_channels, config.latent_stride // self.factor
+        pixels = 3 * self.factor**2
+        self.inner = nn.Linear(config.width, channels * self.opening**2)
+        self.stem = nn.Conv2d(pixels, channels, 3, padding=1)
+        self.mix = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.outer = nn.Conv2d(channels, pixels, 3, padding=1)
+
+    def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
+        """Turn cells [B, F, N, C] and LR frames [B, 3, F, s H, s W] into frames of that size."""
+        batch, frames = x.shape[:2]
+        cells = self.inner(x).unflatten(2, (grid.height, grid.width)).permute(0, 1, 4, 2, 3).flatten(0, 1)
+        base = lr_frames.transpose(1, 2).flatten(0, 1)
+        picture = F.pixel_unshuffle(base, self.factor).to(x.dtype)
+        hidden = F.pixel_shuffle(cells, self.opening) + self.stem(picture)
+        for mix in self.mix:
+            hidden = hidden + mix(F.silu(hidden))
+        detail = F.pixel_shuffle(self.outer(F.silu(hidden)), self.factor)
+        # The sum is float32: a bfloat16 base would show bands.
+        out = base.float() + detail.float()
+        return out.unflatten(0, (batch, frames)).transpose(1, 2)
+
+
+class FlashDecoder(nn.Module):
+    """Decodes latents to frames with LR frames as a second input."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, lr = config.width, config.lr_channels
+        self.latent_projection = nn.Linear(config.latent_channels, width)
+        self.lr_stem = nn.Linear(3 * config.latent_stride**2, lr)
+        self.lr_early_projection = nn.Linear(FRAMES_PER_LATENT * lr, width, bias=False)
+        self.lr_late_projection = nn.Linear(lr, width, bias=False)
+        self.backbone = nn.ModuleList(DecoderLayer(config, 1) for _ in range(config.depth))
+        self.temporal_projection = nn.Linear(width, FRAMES_PER_LATENT * width)
+        self.refinement = nn.ModuleList(
+            DecoderLayer(config, FRAMES_PER_LATENT) for _ in range(config.refinement_depth)
+        )
+        self.head = LinearHead(config) if config.head == "linear" else ConvolutionalHead(config)
+        shape = (1, config.latent_channels, 1, 1, 1)
+        self.register_buffer("latents_mean", torch.tensor(config.latents_mean).view(shape), persistent=False)
+        self.register_buffer("latents_std", torch.tensor(config.latents_std).view(shape), persistent=False)
+
+    def start(self) -> DecoderState:
+        """Return the state before the first latent of a stream."""
+        return DecoderState((None,) * (self.config.depth + self.config.refinement_depth))
+
+    def step(
+        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
+    ) -> tuple[DecoderState, Tensor]:
+        """Decode the next latents.
+
+        `sr_latents` [B, C, T, H, W] are normalised; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are
+        their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
+        [B, 3, F, s H, s W], not clamped, in float32.
+        """
+        starting = state.layers[0] is None
+        dtype = self.latent_projection.weight.dtype
+        batch, _, latents, height, width = sr_latents.shape
+        grid = Grid(height, width)
+        lead = FRAMES_PER_LATENT - 1 if starting else 0
+        if lr_frames.shape[2] + lead != FRAMES_PER_LATENT * latents:
+            raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
+        if lead:  # the first latent stands for one frame, shown as the last of its four
+            lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
+
+        stem = self.lr_stem(unshuffle_frames(lr_frames.to(dtype), self.config.latent_stride)
+                            .flatten(3).permute(0, 2, 3, 1))  # B F N lr
+        grouped = stem.unflatten(1, (latents, FRAMES_PER_LATENT)).transpose(2, 3).flatten(3)
+        x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
+        x = self.latent_projection(x.flatten(3).permute(0, 2, 3, 1)) + self.lr_early_projection(grouped)
+
+        histories: list[GroupHistory | None] = []
+        past = iter(state.layers)
+        for layer in self.backbone:
+            history, x = layer.step(next(past), x, grid)
+            histories.append(history)
+        x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1))
+        x = x.transpose(2, 3).flatten(1, 2) + self.lr_late_projection(stem)
+        for layer in self.refinement:
+            history, x = layer.step(next(past), x, grid)
+            histories.append(history)
+        frames = self.head(x[:, lead:], grid, lr_frames[:, :, lead:]).float()
+        return DecoderState(tuple(histories)), frames
+
+
+@lru_cache(maxsize=64)
+def _spatial_table(grid: Grid, split: AxisSplit, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = rotation(spatial_angles(torch.arange(grid.height), torch.arange(grid.width), split))
+    return table[0].to(device), table[1].to(device)
+
+
+@lru_cache(maxsize=64)
+def _time_table(first: int, count: int, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = rotation(angles(torch.arange(first, first + count), channels))
+    return table[0].to(device), table[1].to(device)

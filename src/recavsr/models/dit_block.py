@@ -1,0 +1,182 @@
+"""One layer of the diffusion transformer (Wan2.2's block with a streaming self-attention).
+
+Shapes: B batch, T latents, N tokens of a latent, C width, H heads, D channels of a head, L prompt
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recavsr.attention import SpatialWindow, windowed_attention
+from recavsr.geometry import Grid
+from recavsr.layers import RMSNorm, gated_residual, modulated_norm
+from recavsr.rope import AxisSplit, rotate
+
+
+@dataclass(frozen=True)
+class LayerCondition:
+    """What stays the same for a layer during a whole stream, computed once."""
+
+    modulation: Tensor  # [B or 1, 6, C] float32: shift, scale, gate of attention, then of the FFN
+    cross_keys: Tensor  # [B or 1, H, L, D]
+    cross_values: Tensor  # [B or 1, H, L, D]
+
+
+@dataclass(frozen=True)
+class TokenRotation:
+    """Rotary tables of one call, as (cos, sin) in float32."""
+
+    spatial: tuple[Tensor, Tensor]  # [N, rows + columns channels]
+    query_time: tuple[Tensor, Tensor]  # [T, time channels]
+
+
+@dataclass(frozen=True)
+class VisiblePast:
+    """Keys and values of earlier latents that a layer may look at, and their temporal rotation."""
+
+    keys: Tensor  # [B, H, S, N, D] after norm and spatial rotation
+    values: Tensor  # [B, H, S, N, D]
+    time: tuple[Tensor, Tensor]  # [S, time channels]
+
+
+class SelfAttention(nn.Module):
+    """Attention over the current latents and the visible past, inside a spatial window."""
+
+    def __init__(self, width: int, heads: int, head_width: int, eps: float) -> None:
+        super().__init__()
+        inner = heads * head_width
+        self.heads, self.split = heads, AxisSplit.wan(head_width)
+        self.to_q = nn.Linear(width, inner)
+        self.to_k = nn.Linear(width, inner)
+        self.to_v = nn.Linear(width, inner)
+        self.to_out = nn.Linear(inner, width)
+        self.norm_q = RMSNorm(inner, eps)  # over all heads together, before they are split
+        self.norm_k = RMSNorm(inner, eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: TokenRotation,
+        past: VisiblePast | None,
+        grid: Grid,
+        window: SpatialWindow,
+        time_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend from `x` [B, T, N, C].
+
+        Returns the result [B, T, N, C] and this call's own keys and values [B, H, T, N, D], the keys
+        without their temporal rotation: what a history stores.
+        """
+        query = self._with_spatial_rotation(self.norm_q.in_float32(self.to_q(x)), rotation.spatial)
+        key = self._with_spatial_rotation(self.norm_k.in_float32(self.to_k(x)), rotation.spatial).to(x.dtype)
+        value = self._heads(self.to_v(x))
+        rotated_query = self._with_time_rotation(query, rotation.query_time).to(x.dtype)
+        keys = self._with_time_rotation(key.float(), rotation.query_time).to(x.dtype)
+        values = value
+        if past is not None:
+            past_keys = self._with_time_rotation(past.keys.float(), past.time).to(x.dtype)
+            keys = torch.cat([past_keys, keys], dim=2)
+            values = torch.cat([past.values, values], dim=2)
+        out = windowed_attention(rotated_query.unsqueeze(2), keys, values, grid, window, time_bias)
+        out = out.squeeze(2).permute(0, 2, 3, 1, 4).flatten(3)
+        return self.to_out(out), key, value
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).permute(0, 3, 1, 2, 4)
+
+    def _with_spatial_rotation(self, x: Tensor, spatial: tuple[Tensor, Tensor]) -> Tensor:
+        still, turning = self._heads(x).split([self.split.time, self.split.rows + self.split.columns], dim=-1)
+        return torch.cat([still, rotate(turning, *spatial)], dim=-1)
+
+    def _with_time_rotation(self, x: Tensor, time: tuple[Tensor, Tensor]) -> Tensor:
+        turning, still = x.split([self.split.time, self.split.rows + self.split.columns], dim=-1)
+        cos, sin = time
+        return torch.cat([rotate(turning, cos[:, None], sin[:, None]), still], dim=-1)
+
+
+class CrossAttention(nn.Module):
+    """Attention from every token to the prompt; keys and values are computed once a stream."""
+
+    def __init__(self, width: int, heads: int, head_width: int, eps: float) -> None:
+        super().__init__()
+        inner = heads * head_width
+        self.heads = heads
+        self.to_q = nn.Linear(width, inner)
+        self.to_k = nn.Linear(width, inner)
+        self.to_v = nn.Linear(width, inner)
+        self.to_out = nn.Linear(inner, width)
+        self.norm_q = RMSNorm(inner, eps)
+        self.norm_k = RMSNorm(inner, eps)
+
+    def keys_and_values(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """Project the prompt [B, L, C] to keys and values [B, H, L, D]; no rotation, no mask."""
+        key, value = self.norm_k(self.to_k(prompt)), self.to_v(prompt)
+        return tuple(x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (key, value))  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from `x` [B, T, N, C] to the prompt's keys and values [B or 1, H, L, D]."""
+        batch, latents, tokens, _ = x.shape
+        query = self.norm_q(self.to_q(x)).flatten(1, 2).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        keys, values = (y.expand(batch, -1, -1, -1) for y in (keys, values))
+        out = F.scaled_dot_product_attention(query, keys, values)
+        return self.to_out(out.transpose(1, 2).flatten(2).unflatten(1, (latents, tokens)))
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU (tanh form), linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to [..., C]."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class DiTBlock(nn.Module):
+    """Modulated self-attention, cross-attention to the prompt, modulated feed-forward."""
+
+    def __init__(self, width: int, heads: int, head_width: int, ffn_width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.modulation = nn.Parameter(torch.randn(1, 6, width) / width**0.5)
+        self.self_attention = SelfAttention(width, heads, head_width, eps)
+        self.cross_norm = nn.LayerNorm(width, eps)
+        self.cross_attention = CrossAttention(width, heads, head_width, eps)
+        self.ffn = FeedForward(width, ffn_width)
+
+    def condition(self, timestep_projection: Tensor, prompt: Tensor) -> LayerCondition:
+        """Fold the time embedding [B, 6, C] and the prompt [B, L, C] into this layer's constants."""
+        keys, values = self.cross_attention.keys_and_values(prompt)
+        return LayerCondition(self.modulation.float() + timestep_projection.float(), keys, values)
+
+    def forward(
+        self,
+        x: Tensor,
+        condition: LayerCondition,
+        rotation: TokenRotation,
+        past: VisiblePast | None,
+        grid: Grid,
+        window: SpatialWindow,
+        time_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the layer to `x` [B, T, N, C]; also return its keys and values [B, H, T, N, D]."""
+        shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = condition.modulation.unbind(1)
+        attended, keys, values = self.self_attention(
+            modulated_norm(x, scale_a, shift_a, self.eps), rotation, past, grid, window, time_bias
+        )
+        x = gated_residual(x, attended, gate_a)
+        x = x + self.cross_attention(self._cross_norm(x), condition.cross_keys, condition.cross_values)
+        x = gated_residual(x, self.ffn(modulated_norm(x, scale_f, shift_f, self.eps)), gate_f)
+        return x, keys, values
+
+    def _cross_norm(self, x: Tensor) -> Tensor:
+        weight, bias = self.cross_norm.weight.float(), self.cross_norm.bias.float()
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)

@@ -1,0 +1,368 @@
+"""The generator: a causal, streaming diffusion transformer that makes a block in one step (Eq. 1).
+
+Shapes: B batch, T latents of a call, H W latent rows and columns, N tokens of a latent, C width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recavsr.attention import SpatialWindow
+from recavsr.cache_policy import PAPER_SCHEDULE, Schedule, visible_after_blocks
+from recavsr.errors import InputError
+from recavsr.geometry import BlockPlan, Grid
+from recavsr.layers import sinusoid
+from recavsr.models.dit_block import DiTBlock, LayerCondition, TokenRotation, VisiblePast
+from recavsr.models.kv_history import KVHistory, extend
+from recavsr.models.lr_projector import LRProjector, LRProjectorState
+from recavsr.rope import AxisSplit, angles, rotation, spatial_angles
+from recavsr.state import State
+
+ONE_STEP = 1000.0
+"""The timestep of one-step generation: pure noise."""
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Sizes of a generator. The names in a released model_config.json are mapped by `from_released`."""
+
+    layers: int
+    heads: int
+    head_width: int
+    ffn_width: int
+    text_width: int
+    lr_hidden: tuple[int, int]
+    schedule: Schedule
+    window: SpatialWindow
+    time_frequencies: int = 256
+    latent_channels: int = 48
+    patch: int = 2
+    latent_stride: int = 16
+    time_origin_span: int = 22  # latents of a training clip: temporal rotation angles stay below it
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if len(self.schedule.actions) != self.layers:
+            raise InputError(
+                f"the cache schedule has {len(self.schedule.actions)} actions for {self.layers} layers"
+            )
+
+    @property
+    def width(self) -> int:
+        """Return the model width C."""
+        return self.heads * self.head_width
+
+    @property
+    def token_stride(self) -> int:
+        """Return the output pixels of one token's side."""
+        return self.latent_stride * self.patch
+
+    @staticmethod
+    def from_released(config: dict[str, Any]) -> GeneratorConfig:
+        """Read a released `model_config.json`; raise InputError for unknown or missing fields."""
+        known = dict(config)
+        fixed = {
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "use_block_causal_attention": True,
+        }
+        try:
+            for name, value in fixed.items():
+                if known.pop(name, value) != value:
+                    raise InputError(f"model_config.json: {name} must be {value!r}")
+            _, patch, patch_w = known.pop("patch_size")
+            channels = known.pop("in_channels")
+            if patch != patch_w or known.pop("out_channels") != channels:
+                raise InputError("model_config.json: patches must be square, in_channels equal out_channels")
+            known.pop("rope_max_seq_len", None)  # our rotary tables are made as needed
+            window = known.pop("spatial_window", {"height": 22, "width": 40})
+            result = GeneratorConfig(
+                layers=known.pop("num_layers"),
+                heads=known.pop("num_attention_heads"),
+                head_width=known.pop("attention_head_dim"),
+                ffn_width=known.pop("ffn_dim"),
+                text_width=known.pop("text_dim"),
+                lr_hidden=(known.pop("lq_proj_hidden_dim1"), known.pop("lq_proj_hidden_dim2")),
+                schedule=Schedule.from_config(known.pop("static_kv_router")),
+                window=SpatialWindow(**window),
+                time_frequencies=known.pop("freq_dim"),
+                latent_channels=channels,
+                patch=patch,
+                eps=known.pop("eps"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"model_config.json: missing or malformed field {error}") from error
+        if known:
+            raise InputError(f"model_config.json: unknown fields {sorted(known)}")
+        return result
+
+    def to_released(self) -> dict[str, Any]:
+        """Return the fields of a `model_config.json` that `from_released` reads back."""
+        window = self.window
+        return {
+            "patch_size": [1, self.patch, self.patch],
+            "num_attention_heads": self.heads,
+            "attention_head_dim": self.head_width,
+            "in_channels": self.latent_channels,
+            "out_channels": self.latent_channels,
+            "text_dim": self.text_width,
+            "freq_dim": self.time_frequencies,
+            "ffn_dim": self.ffn_width,
+            "num_layers": self.layers,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "eps": self.eps,
+            "rope_max_seq_len": 1024,
+            "lq_proj_hidden_dim1": self.lr_hidden[0],
+            "lq_proj_hidden_dim2": self.lr_hidden[1],
+            "use_block_causal_attention": True,
+            "static_kv_router": self.schedule.to_config(),
+            "spatial_window": {"height": window.height, "width": window.width, "stride": window.stride},
+        }
+
+
+def recavsr_5b() -> GeneratorConfig:
+    """Return the released model: Wan2.2-TI2V-5B's sizes with the paper's route and window."""
+    return GeneratorConfig(
+        layers=30,
+        heads=24,
+        head_width=128,
+        ffn_width=14336,
+        text_width=4096,
+        lr_hidden=(2048, 3072),
+        schedule=PAPER_SCHEDULE,
+        window=SpatialWindow(22, 40),
+    )
+
+
+@dataclass(frozen=True)
+class GeneratorState(State):
+    """Everything the generator remembers of a stream."""
+
+    lr_projector: LRProjectorState
+    layers: tuple[KVHistory | None, ...]  # one a layer; None where nothing is kept
+    recycled: Tensor | None  # [B, C, T, H, W]: the previous block's SR latents (normalised)
+    next_position: int  # absolute index of the next latent
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a stream is generated under: timestep and prompt, folded into constants (computed once)."""
+
+    time_embedding: Tensor  # [B or 1, C], for the head
+    layers: tuple[LayerCondition, ...] = field(repr=False)
+
+
+class TimeTextEmbedding(nn.Module):
+    """Embeds the timestep and projects the prompt to the model width."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.frequencies = config.time_frequencies
+        self.time_in = nn.Linear(config.time_frequencies, config.width)
+        self.time_out = nn.Linear(config.width, config.width)
+        self.time_projection = nn.Linear(config.width, 6 * config.width)
+        self.text_in = nn.Linear(config.text_width, config.width)
+        self.text_out = nn.Linear(config.width, config.width)
+
+    def forward(self, timestep: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the time embedding [B, C], its projection [B, 6, C] and the prompt [B', L, C]."""
+        embedded = sinusoid(timestep, self.frequencies).to(self.time_in.weight.dtype)
+        time = self.time_out(F.silu(self.time_in(embedded)))
+        text = self.text_out(F.gelu(self.text_in(prompt), approximate="tanh"))
+        return time, self.time_projection(F.silu(time)).unflatten(-1, (6, -1)), text
+
+
+class Generator(nn.Module):
+    """Predicts noise - latents for a block of latents from noise, LR frames, recycled latents, history."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.config = config
+        patch = (1, config.patch, config.patch)
+        self.patch_embedding = nn.Conv3d(config.latent_channels, config.width, patch, patch)
+        self.embedding = TimeTextEmbedding(config)
+        self.lr_projector = LRProjector(config.lr_hidden, config.width, config.latent_stride, config.patch)
+        self.recycle_projection = nn.Linear(config.width, config.width)
+        self.blocks = nn.ModuleList(
+            DiTBlock(config.width, config.heads, config.head_width, config.ffn_width, config.eps)
+            for _ in range(config.layers)
+        )
+        self.modulation = nn.Parameter(torch.randn(1, 2, config.width) / config.width**0.5)
+        self.head = nn.Linear(config.width, config.latent_channels * config.patch**2)
+
+    def condition(self, prompt: Tensor, timestep: Tensor | float = ONE_STEP) -> Condition:
+        """Compute the constants of a stream from the prompt [B, L, text] and the timestep [B] or a number."""
+        if not isinstance(timestep, Tensor):
+            timestep = torch.tensor([timestep], device=prompt.device)
+        time, projection, text = self.embedding(timestep, prompt)
+        return Condition(time, tuple(block.condition(projection, text) for block in self.blocks))
+
+    def start(self) -> GeneratorState:
+        """Return the state before the first block of a stream (or after a scene cut)."""
+        return GeneratorState(LRProjectorState(), (None,) * self.config.layers, None, 0)
+
+    def step(
+        self, state: GeneratorState, condition: Condition, noise: Tensor, lr_frames: Tensor
+    ) -> tuple[GeneratorState, Tensor]:
+        """Generate the next block in one pass (Eq. 1).
+
+        `noise` is [B, C, T, H, W] in float32; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are the LR
+        frames of the block at output size (F = 4 T, or 4 T - 3 at the start). Returns the next state
+        and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent.
+        Raises ValueError where the frames do not fit the latents.
+        """
+        config = self.config
+        latents = noise.shape[2]
+        positions = tuple(range(state.next_position, state.next_position + latents))
+        projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames)
+        recycled = _aligned(state.recycled, noise)
+        x, grid = self._embed(noise, lr_tokens, recycled)
+
+        origin = max(0, positions[-1] + 1 - config.time_origin_span)
+        split = self.blocks[0].self_attention.split
+        turn = TokenRotation(
+            _spatial_table(grid, split, x.device),
+            _time_table(tuple(p - origin for p in positions), split.time, x.device),
+        )
+        histories: list[KVHistory | None] = []
+        rule = config.schedule.anchor_rule
+        for block, action, constants, history in zip(
+            self.blocks, config.schedule.actions, condition.layers, state.layers
+        ):
+            past = None
+            if history is not None:
+                times = tuple(p - origin for p in history.positions)
+                past = VisiblePast(history.keys, history.values, _time_table(times, split.time, x.device))
+            x, keys, values = block(x, constants, turn, past, grid, config.window)
+            histories.append(extend(history, keys, values, positions, action, rule))
+        sr_latents = noise - self._predict(x, condition, grid).float()
+        after = GeneratorState(
+            projector, tuple(histories), sr_latents.to(x.dtype), state.next_position + latents
+        )
+        return after, sr_latents
+
+    def forward(
+        self,
+        condition: Condition,
+        noisy: Tensor,
+        lr_frames: Tensor,
+        recycled: Tensor,
+        plan: BlockPlan,
+        time_bias: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """Predict all blocks of a clip at once under the block-causal mask (Stage 1, Appendix C.2).
+
+        `noisy` and `recycled` are [B, C, T, H, W]; `recycled` holds for each block the latents of the
+        block before (see `teacher_forced_recycled`). `time_bias` gives each layer's [T, T] visibility
+        of latents (0 or -inf, or a log prior); by default that of the schedule. Returns the predicted
+        velocity [B, C, T, H, W]. Under a fixed schedule it equals concatenated `step`s.
+        """
+        latents = noisy.shape[2]
+        _, lr_tokens = self.lr_projector.step(LRProjectorState(), lr_frames)
+        x, grid = self._embed(noisy, lr_tokens, recycled)
+        split = self.blocks[0].self_attention.split
+        turn = TokenRotation(
+            _spatial_table(grid, split, x.device), _time_table(tuple(range(latents)), split.time, x.device)
+        )
+        if time_bias is None:
+            time_bias = tuple(
+                bias.to(x.device) for bias in schedule_visibility(self.config.schedule, plan, latents)
+            )
+        for block, constants, bias in zip(self.blocks, condition.layers, time_bias):
+            x, _, _ = block(x, constants, turn, None, grid, self.config.window, bias)
+        return self._predict(x, condition, grid)
+
+    def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
+        """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, T, N, C], and the token grid."""
+        dtype = self.patch_embedding.weight.dtype
+        patch = self.config.patch
+        grid = Grid(noisy.shape[3] // patch, noisy.shape[4] // patch)
+        if lr_tokens.shape[1:3] != (noisy.shape[2], grid.cells):
+            raise ValueError(
+                f"LR frames give {lr_tokens.shape[1]} latents of {lr_tokens.shape[2]} tokens, "
+                f"the noise has {noisy.shape[2]} of {grid.cells}"
+            )
+        tokens = self._patch(noisy.to(dtype)) + lr_tokens
+        return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
+
+    def _patch(self, latents: Tensor) -> Tensor:
+        """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, T, N, width]."""
+        p = self.config.patch
+        x = latents.unflatten(4, (-1, p)).unflatten(3, (-1, p))  # B C T h p w p
+        x = x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(2, 3)
+        return F.linear(x, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
+
+    def _predict(self, x: Tensor, condition: Condition, grid: Grid) -> Tensor:
+        """Apply the head: tokens [B, T, N, C] to the prediction [B, latent channels, T, H, W]."""
+        # The head's shift and scale are values of the model's dtype, unlike the blocks' modulation.
+        table = (self.modulation + condition.time_embedding[:, None]).to(x.dtype)
+        shift, scale = table[:, 0, None, None], 1 + table[:, 1, None, None]
+        normal = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.eps)
+        out = self.head((normal * scale + shift).to(x.dtype))
+        p = self.config.patch
+        out = out.unflatten(3, (p, p, -1)).unflatten(2, (grid.height, grid.width))  # B T h w p p C
+        return out.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
+
+
+@lru_cache(maxsize=64)
+def _spatial_table(grid: Grid, split: AxisSplit, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = rotation(spatial_angles(torch.arange(grid.height), torch.arange(grid.width), split))
+    return table[0].to(device), table[1].to(device)
+
+
+@lru_cache(maxsize=256)
+def _time_table(positions: tuple[int, ...], channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Positions count from the moving origin, so a long stream meets few different tuples.
+    table = rotation(angles(torch.tensor(positions), channels))
+    return table[0].to(device), table[1].to(device)
+
+
+def _aligned(recycled: Tensor | None, noise: Tensor) -> Tensor:
+    """Return the recurrent condition r_k in the shape of the block: its last latents, zeros in front."""
+    if recycled is None:
+        return torch.zeros_like(noise)
+    want, have = noise.shape[2], recycled.shape[2]
+    if have >= want:
+        return recycled[:, :, have - want :]
+    return F.pad(recycled, (0, 0, 0, 0, want - have, 0))
+
+
+def teacher_forced_recycled(latents: Tensor, plan: BlockPlan) -> Tensor:
+    """Return the recurrent condition of every block of a clip from its clean latents [B, C, T, H, W].
+
+    Block k gets the latents of block k - 1, aligned as in streaming; the first block gets zeros.
+    """
+    parts, previous, start = [], None, 0
+    while start < latents.shape[2]:
+        block = latents[:, :, start : start + plan.latents(len(parts))]
+        parts.append(_aligned(previous, block))
+        previous, start = block, start + block.shape[2]
+    return torch.cat(parts, dim=2)
+
+
+def schedule_visibility(schedule: Schedule, plan: BlockPlan, latents: int) -> tuple[Tensor, ...]:
+    """Return each layer's [T, T] bias: 0 where a query latent may see a key latent, else -inf."""
+    blocks: list[tuple[int, ...]] = []
+    while sum(map(len, blocks)) < latents:
+        first = sum(map(len, blocks))
+        blocks.append(tuple(range(first, min(first + plan.latents(len(blocks)), latents))))
+    biases = {}
+    for action in set(schedule.actions):
+        bias = torch.full((latents, latents), float("-inf"))
+        for positions, past in zip(blocks, visible_after_blocks(action, schedule.anchor_rule, blocks)):
+            for query in positions:
+                bias[query, list(past + positions)] = 0.0
+        biases[action] = bias
+    return tuple(biases[action] for action in schedule.actions)
+
+
+def with_schedule(config: GeneratorConfig, schedule: Schedule) -> GeneratorConfig:
+    """Return the config with another cache schedule (ablations, exported routes)."""
+    return replace(config, schedule=schedule)

@@ -1,0 +1,58 @@
+"""Causal LR projector: LR frames become conditioning tokens (paper, Appendix B.1; after FlashVSR)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recavsr.causal_conv import CausalConv3d, ConvHistory
+from recavsr.layers import ChannelRMSNorm
+from recavsr.state import State
+
+
+@dataclass(frozen=True)
+class LRProjectorState(State):
+    """One history for each of the two causal convolutions; None before the first frame."""
+
+    first: ConvHistory | None = None
+    second: ConvHistory | None = None
+
+
+class LRProjector(nn.Module):
+    """Pixel unshuffle, two causal convolutions with a stride of 2 in time each, a linear layer.
+
+    4 frames give one latent of tokens (the first frame of a stream gives one alone). Token j reads
+    LR frames up to 4j and no later one.
+    """
+
+    def __init__(self, hidden: tuple[int, int], width: int, latent_stride: int, patch: int) -> None:
+        super().__init__()
+        self.latent_stride = latent_stride
+        self.conv1 = CausalConv3d(3 * latent_stride**2, hidden[0], (4, 3, 3), (2, 1, 1))
+        self.norm1 = ChannelRMSNorm(hidden[0])
+        self.conv2 = CausalConv3d(hidden[0], hidden[1], (4, 3, 3), (2, patch, patch))
+        self.norm2 = ChannelRMSNorm(hidden[1])
+        self.out_proj = nn.Linear(hidden[1], width)
+
+    def step(self, state: LRProjectorState, lr_frames: Tensor) -> tuple[LRProjectorState, Tensor]:
+        """Project the next frames [B, 3, F, H, W] in [-1, 1] at output size.
+
+        Returns tokens [B, T, N, C], T being the latents that fell due (1 + (F - 1) // 4 at the start).
+        """
+        x = unshuffle_frames(lr_frames, self.latent_stride)
+        first, x = self.conv1.step(state.first, x)
+        second = state.second
+        if x.shape[2]:
+            x = F.silu(self.norm1(x))
+            second, x = self.conv2.step(second, x)
+        else:
+            x = x.new_empty(x.shape[0], self.conv2.weight.shape[0], 0, 1, 1)
+        tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 2, 3, 1)
+        return LRProjectorState(first, second), self.out_proj(tokens)
+
+
+def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
+    """Pixel-unshuffle every frame: [B, C, F, H, W] -> [B, C f f, F, H/f, W/f], order (c, row, column)."""
+    return F.pixel_unshuffle(frames.transpose(1, 2), factor).transpose(1, 2)
