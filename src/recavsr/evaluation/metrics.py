@@ -3,7 +3,7 @@
 Frames are arrays [N, H, W, 3], RGB, `uint8` or float on the same 0 to 255 scale. Per-frame functions return
 arrays [N] (or [N - 1] for frame differences); the mean over frames, then over clips, is the table's value.
 
-Conventions follow the field's most used toolbox: PSNR on RGB, SSIM on the full-range luma of BT.601 rounded to
+Conventions are those of pyiqa's defaults: PSNR on RGB, SSIM on the full-range luma of BT.601 rounded to
 integers (`channel="rgb"` for the mean over channels), Gaussian window 11 / 1.5 without padding, NIQE on the
 same luma with 96-pixel blocks and the published parameters.
 """
@@ -18,7 +18,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors.numpy import load as load_safetensors
 
@@ -69,18 +68,22 @@ def ssim(output: Frames, truth: Frames, channel: Literal["y", "rgb"] = "y") -> V
     return np.array([_ssim_planes(planes(a), planes(b)) for a, b in zip(output, truth)])
 
 
-def _gaussian_window(size: int, sigma: float) -> torch.Tensor:
-    positions = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
-    window = torch.exp(-positions.square() / (2 * sigma * sigma))
-    return (window / window.sum()).float()
+def _filter_valid(planes: torch.Tensor, axis: int, size: int = 11, sigma: float = 1.5) -> torch.Tensor:
+    """Gaussian along one axis of [B, H, W], valid positions only; shifted adds are 8 x faster than conv2d."""
+    taps = np.exp(-np.square(np.arange(size) - (size - 1) / 2) / (2 * sigma * sigma))
+    taps /= taps.sum()
+    length = planes.shape[axis] - size + 1
+    result = planes.narrow(axis, 0, length) * taps[0]
+    for i in range(1, size):
+        result.add_(planes.narrow(axis, i, length), alpha=float(taps[i]))
+    return result
 
 
 def _ssim_planes(x: torch.Tensor, y: torch.Tensor) -> float:
     """x, y [C, 1, H, W], centred at 0 for values 0 to 255 -> mean SSIM."""
-    window = _gaussian_window(11, 1.5)
-    stack = torch.cat([x, y, x * x, y * y, x * y], dim=1).flatten(0, 1)[:, None]
-    blurred = F.conv2d(F.conv2d(stack, window.view(1, 1, 11, 1)), window.view(1, 1, 1, 11))
-    mean_x, mean_y, xx, yy, xy = blurred.unflatten(0, (x.shape[0], 5))[:, :, 0].unbind(1)
+    stack = torch.cat([x, y, x * x, y * y, x * y], dim=1).flatten(0, 1)
+    blurred = _filter_valid(_filter_valid(stack, 1), 2)
+    mean_x, mean_y, xx, yy, xy = blurred.unflatten(0, (x.shape[0], 5)).unbind(1)
     var_x, var_y, cov = xx - mean_x**2, yy - mean_y**2, xy - mean_x * mean_y
     mean_x, mean_y = mean_x + 128, mean_y + 128
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
@@ -201,9 +204,7 @@ def _niqe_plane(plane: NDArray[np.float64]) -> float:
     if rows * columns < 2:
         return math.nan
     plane = plane[: rows * NIQE_BLOCK, : columns * NIQE_BLOCK]
-    scales = [
-        _block_features(_normalise_locally(scaled), rows, columns) for scaled in (plane, _halve(plane))
-    ]
+    scales = [_block_features(_normalise_locally(scaled), rows, columns) for scaled in (plane, _halve(plane))]
     features = np.concatenate(scales, axis=1)
     usable = features[~np.isnan(features).any(axis=1)]
     if len(usable) < 2:

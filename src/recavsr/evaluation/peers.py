@@ -217,7 +217,7 @@ def _read_layer(fields: list[str], reader: WeightReader) -> Layer:
     return Layer(kind, tuple(inputs), tuple(outputs), attributes, weights)
 
 
-_BINARY = {0: torch.add, 1: torch.sub, 2: torch.mul, 3: torch.div}
+_BINARY: dict[int, Callable[..., Tensor]] = {0: torch.add, 1: torch.sub, 2: torch.mul, 3: torch.div}
 
 
 def _apply(layer: Layer, inputs: list[Tensor]) -> Tensor:
