@@ -1,0 +1,110 @@
+"""Find and load models by name: `nano` (in the package), `identity`, a folder, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from recavsr.errors import InputError
+from recavsr.geometry import BlockPlan
+from recavsr.models.weights import ModelFolder
+from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
+
+Precision = Literal["auto", "fp32", "bf16"]
+
+PACKAGED = Path(__file__).resolve().parent.parent / "pretrained"
+"""Where the package keeps its own model folders."""
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Return the device to use: CUDA where there is a card, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device {device!r} is unknown; choose auto, cpu, cuda or cuda:N") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("no CUDA card is available here; use --device cpu")
+    return resolved
+
+
+def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype for a precision name; `auto` takes bf16 where the device computes in it."""
+    if precision == "auto":
+        return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+    try:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    except KeyError:
+        raise InputError(f"precision {precision!r} is unknown; choose auto, fp32 or bf16") from None
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Return whether the device has bfloat16 instructions."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+                and "avx512_bf16" in _cpu_flags())
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found.group(1).split()) if found else frozenset()
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of a model: a packaged name, a path, or a hub id (asked only when named)."""
+    if (PACKAGED / name / "model_config.json").is_file():
+        return PACKAGED / name
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _from_hub(name)
+    raise InputError(f"model {name!r} is unknown: not a packaged name, a folder, or a hub id like org/name")
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model {repository} could not be fetched from the hub: {reason}") from error
+
+
+def load(
+    name: str | Path = "nano",
+    *,
+    device: str | torch.device = "auto",
+    precision: str = "auto",
+    first_block_latents: int | None = None,
+) -> BlockModel:
+    """Load a model.
+
+    `name` is `nano`, `identity`, a model folder in the released layout, or a hub id. `precision` is
+    auto, fp32 or bf16. `first_block_latents` shortens the first block for a lower latency (default 6
+    latents, 21 frames). Raises InputError where the model can not be found or does not fit.
+    """
+    blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
+    target = resolve_device(device)
+    if str(name) == "identity":
+        return IdentityModel(target, blocks)
+    folder = ModelFolder.open(model_folder(str(name)))
+    dtype = resolve_precision(precision, target)
+    return ReCaVSR(
+        str(name),
+        folder.load_generator(target, dtype),
+        folder.load_decoder(target, dtype),
+        folder.load_prompt(target, dtype),
+        blocks,
+    )

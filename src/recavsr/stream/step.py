@@ -1,0 +1,129 @@
+"""One block of streaming super-resolution: the paper's Eq. 1 and Figure 1 on a page.
+
+    LR frames --> generator.step --> SR latents --> decoder.step --> frames
+                   |  ^                 |  ^
+                   state (recycled latents, history, LR projector)    state (decoder history)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recavsr.geometry import BlockPlan
+from recavsr.models.decoder import DecoderState, FlashDecoder
+from recavsr.models.generator import Generator, GeneratorState
+from recavsr.state import State
+
+
+class BlockModel(Protocol):
+    """What a session needs of a model."""
+
+    name: str
+    size_multiple: int  # the padded output size is a multiple of this many pixels
+    blocks: BlockPlan
+    device: torch.device
+
+    def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> Any:
+        """Return the state at the start of a shot, for a padded output size."""
+        ...
+
+    def step(self, state: Any, lr_frames: Tensor) -> tuple[Any, Tensor]:
+        """Turn the LR frames [1, 3, F, H, W] of the next block into SR frames, both in [-1, 1]."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamState(State):
+    """Everything that a stream remembers between blocks."""
+
+    generator: GeneratorState
+    decoder: DecoderState
+    height: int
+    width: int
+    seed: int
+    shot: int
+    block: int
+
+
+class ReCaVSR:
+    """Generator and decoder as one block model."""
+
+    def __init__(
+        self,
+        name: str,
+        generator: Generator,
+        decoder: FlashDecoder,
+        prompt: Tensor,
+        blocks: BlockPlan = BlockPlan(),  # noqa: B008
+    ) -> None:
+        self.name, self.blocks = name, blocks
+        self.generator, self.decoder = generator, decoder
+        self.size_multiple = generator.config.token_stride
+        self.device = prompt.device
+        with torch.inference_mode():
+            self.condition = generator.condition(prompt)  # the same for every block of every stream
+
+    def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
+        """Return the state before the first block of a shot; sizes are padded output pixels."""
+        return StreamState(self.generator.start(), self.decoder.start(), height, width, seed, shot, 0)
+
+    @torch.inference_mode()
+    def step(self, state: StreamState, lr_frames: Tensor) -> tuple[StreamState, Tensor]:
+        """Make the next block: LR frames [1, 3, F, H, W] to SR frames [1, 3, F, H, W], in [-1, 1].
+
+        Frames are not clamped. The state given is spent.
+        """
+        config = self.generator.config
+        stride = config.latent_stride
+        shape = (
+            1,
+            config.latent_channels,
+            self.blocks.latents(state.block),
+            state.height // stride,
+            state.width // stride,
+        )
+        noise = block_noise(shape, state.seed, state.shot, state.block).to(self.device)
+        lr_frames = lr_frames.to(self.generator.head.weight.dtype)
+        generator, sr_latents = self.generator.step(state.generator, self.condition, noise, lr_frames)
+        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames)
+        after = StreamState(
+            generator, decoder, state.height, state.width, state.seed, state.shot, state.block + 1
+        )
+        return after, frames
+
+
+def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
+    """Return float32 normal noise as a pure function of (seed, shot, block), the same on every device."""
+    mixed = int(np.random.SeedSequence((seed, shot, block)).generate_state(1, np.uint64)[0])
+    generator = torch.Generator().manual_seed(mixed & (2**63 - 1))
+    return torch.randn(shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class IdentityState(State):
+    """The identity model remembers only how many blocks went by."""
+
+    block: int
+
+
+class IdentityModel:
+    """Only resizes (bilinear): proves the media path and serves as a baseline."""
+
+    name = "identity"
+    size_multiple = 1
+
+    def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = BlockPlan()) -> None:  # noqa: B008
+        self.device, self.blocks = torch.device(device), blocks
+
+    def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> IdentityState:
+        """Return the state before the first block."""
+        return IdentityState(0)
+
+    def step(self, state: IdentityState, lr_frames: Tensor) -> tuple[IdentityState, Tensor]:
+        """Return the LR frames, which are already at the output size."""
+        return IdentityState(state.block + 1), lr_frames
