@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -45,6 +44,9 @@ from recavsr.errors import InputError
 from recavsr.evaluation import metrics
 from recavsr.evaluation.lpips import LPIPS, weights_folder
 from recavsr.evaluation.peers import PEERS, SCALE, Frames, Upscaler, find_peer, open_peer
+from recavsr.video.frames import Frame
+from recavsr.video.memory_codec import code_clip
+from recavsr.video.reader import Trim, open_reader
 
 # Big Buck Bunny comes in three encodes. A_bbb_stereo is the one used: the largest (1230x704), with motion
 # and without a cut in its first 45 frames (A_bbb1080_ffmpegwasm has one).
@@ -129,23 +131,13 @@ def crop_box(height: int, width: int, protocol: Protocol) -> tuple[int, int, int
 
 def read_truth(clip: Path, protocol: Protocol) -> tuple[Frames, Fraction]:
     """The cropped first frames of a clip [N, H, W, 3] uint8 RGB, and its frame rate."""
-    import av
-
-    with av.open(str(clip)) as container:
-        stream = container.streams.video[0]
-        decoded = itertools.islice(container.decode(stream), protocol.frames)
-        frames = [_crop(_rgb(frame), protocol) for frame in decoded]
-        rate = Fraction(stream.average_rate or 25)
+    with open_reader(clip, Trim(frames=protocol.frames)) as reader:
+        frames = [_crop(item.pixels, protocol) for item in reader if isinstance(item, Frame)]
     if len(frames) < protocol.frames:
         raise InputError(f"{clip.name} has {len(frames)} frames, the protocol needs {protocol.frames}")
-    return np.stack(frames), rate
-
-
-def _rgb(frame: Any) -> Frames:
-    # An untagged clip is read as BT.709 from 720 rows on, as players do.
-    is_709 = frame.colorspace == 1 or (frame.colorspace == 2 and frame.height >= 720)
-    matrix = "ITU709" if is_709 else "ITU601"
-    return frame.reformat(format="rgb24", src_colorspace=matrix, dst_colorspace=matrix).to_ndarray()
+    if frames[0].dtype != np.uint8:
+        raise InputError(f"{clip.name} has more than 8 bits; the protocol measures 8-bit clips")
+    return np.stack(frames), reader.info.rate
 
 
 def _crop(frame: Frames, protocol: Protocol) -> Frames:
@@ -189,8 +181,6 @@ def _jpeg(cv2: ModuleType, frame: Frames, quality: int) -> Frames:
 
 def _h264(cv2: ModuleType, frames: Frames, crf: int, rate: Fraction) -> Frames:
     """Encode and decode a clip with x264 (preset medium, BT.601 4:2:0). The rate matters to its crf."""
-    from recavsr.video.memory_codec import code_clip
-
     planes = np.stack([cv2.cvtColor(frame, cv2.COLOR_RGB2YUV_I420) for frame in frames])
     coded = code_clip(planes, "libx264", crf=crf, speed="medium", rate=rate, mbtree=True)
     return np.stack([cv2.cvtColor(plane, cv2.COLOR_YUV2RGB_I420) for plane in coded])
@@ -411,7 +401,6 @@ def peer_versions(names: Iterable[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: `python -m recavsr.evaluation.protocol --model A,B --data DIR -o FILE.json`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="recavsr.evaluation.protocol", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="comma-separated: bicubic, animevideov3, span, ours")
     parser.add_argument("--data", required=True, help="folder of the held-out clips")
@@ -424,16 +413,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--cache", type=Path, default=weights_folder() / "evaluation")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     try:
         result = _run(options)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    result["command"] = shlex.join(["python", "-m", "recavsr.evaluation.protocol", *arguments])
+    result["command"] = _command(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command to repeat the run, without this machine's folders."""
+    words = ["python", "-m", "recavsr.evaluation.protocol", "--model", options.model, "--data", "DIR"]
+    words += ["--degradation", options.degradation, "--device", options.device]
+    words += ["--clips", options.clips] if options.clips else []
+    words += ["--quick"] if options.quick else []
+    words += ["--no-lpips"] if options.no_lpips else []
+    return shlex.join([*words, "-o", options.output.name])
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
