@@ -28,28 +28,32 @@ def code_clip(
     crf: float | None = None,
     bits_per_frame: float | None = None,
     speed: str = "fast",
+    rate: Fraction | int = 1,
+    mbtree: bool = False,
 ) -> np.ndarray:
     """Encode and decode a clip in memory.
 
     planes: uint8 [T, H*3/2, W], planar 4:2:0 (Y rows, then U, then V). codec: "libx264" or "mpeg4".
     Rate: `crf` (libx264 only) or `bits_per_frame`, never both. speed: libx264's preset.
+    rate: frames a second; x264 spends far more bits at one crf when frames last longer. mbtree: x264's
+    macroblock tree, part of its usual crf.
     Returns the decoded planes, same shape. One thread, so the result depends on the input alone.
     """
     frames, rows, width = planes.shape
     height = rows * 2 // 3
     encoder = av.CodecContext.create(codec, "w")
     encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuv420p"
-    encoder.time_base = Fraction(1, 1)
-    encoder.framerate = Fraction(1, 1)
+    encoder.time_base = 1 / Fraction(rate)
+    encoder.framerate = Fraction(rate)
     encoder.thread_count = 1
     options = {}
     if codec == "libx264":
         # Without mb-tree, whose lookahead makes x264's output vary from run to run.
-        options = {"preset": speed, "x264-params": "threads=1:mbtree=0"}
+        options = {"preset": speed, "x264-params": f"threads=1:mbtree={int(mbtree)}"}
         if crf is not None:
             options["crf"] = f"{crf:g}"
     if bits_per_frame is not None:
-        encoder.bit_rate = max(int(bits_per_frame), 1000)  # one frame a second; x264 refuses less
+        encoder.bit_rate = max(int(bits_per_frame * rate), 1000)  # x264 refuses less
     encoder.options = options
 
     decoder = av.CodecContext.create(_DECODER[codec], "r")
