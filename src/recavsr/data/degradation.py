@@ -364,7 +364,7 @@ def _sinc_kernels(distance: np.ndarray, omega: np.ndarray) -> np.ndarray:
 
 
 def _rank_one_terms(blur: Blur) -> tuple[np.ndarray, np.ndarray]:
-    """Columns and rows [T, R, size]: their outer products add up to the kernels (to 0.2 grey levels of result)."""
+    """Columns and rows [T, R, size] whose outer products add up to the kernels, to 0.2 grey levels."""
     kernels = blur_kernels(blur)
     if blur.kernel == "iso":
         taps = kernels.sum(1)
@@ -489,7 +489,7 @@ def _luminance(clip: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _shot_noise_table(levels: int) -> np.ndarray:
-    """1024 equally likely values of Poisson(x levels) / levels - x for each grey level x: float32 [256, 1024]."""
+    """1024 equally likely values of Poisson(x levels) / levels - x for each grey level x: [256, 1024]."""
     quantile = (np.arange(1024) + 0.5) / 1024
     table = np.empty((256, 1024), np.float32)
     for grey in range(256):

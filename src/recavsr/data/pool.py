@@ -1,0 +1,408 @@
+"""A pool of training pairs on the GPU, fed by worker processes.
+
+Workers draw clips, render them on the CPU, degrade them and send (spec, LR): the HQ side never
+travels, it is rendered again on the trainer's device from the spec. The pool is a ring: new records
+replace the oldest, batches are random windows of random records. All device work happens in the
+caller's thread, inside `fill` and `batch`.
+
+B batch, T frames of a window, S rows and columns of an HQ clip.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recavsr.data.clips import ClipSource, ClipSpec, ClipTable, Selection, render_table
+from recavsr.data.degradation import (
+    SCALE_MIX,
+    TRAINING_MIX,
+    DegradationRecord,
+    apply_degradation,
+    lr_size,
+    sample_degradation,
+    usm_sharpen,
+)
+from recavsr.errors import InputError
+
+
+class WorkerError(RuntimeError):
+    """A worker process failed; the message carries its traceback or exit code."""
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """What pairs are made of. `presets` and `scales`: shares of degradation presets and scale factors;
+    `degradations`: how many LR versions are made of each rendered clip; `sharpen`: weight of the target's
+    unsharp mask (0: none), which the LR is made from too."""
+
+    frames: int = 37
+    size: int = 256
+    video_fraction: float = 0.5
+    presets: dict[str, float] = field(default_factory=lambda: dict(TRAINING_MIX))
+    scales: dict[int, float] = field(default_factory=lambda: dict(SCALE_MIX))
+    degradations: int = 2
+    sharpen: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One record: lr is uint8 [T, 3, h, w]; spec and degradation rebuild it."""
+
+    spec: ClipSpec
+    degradation: DegradationRecord
+    lr: Tensor
+
+
+def make_pairs(source: ClipSource, settings: PairSettings, seed: int, index: int) -> list[Pair]:
+    """The pairs of clip number `index`: a pure function of its arguments (on one kind of machine)."""
+    rng = np.random.default_rng((seed, index))
+    spec = source.sample(
+        rng, frames=settings.frames, size=settings.size, video_fraction=settings.video_fraction
+    )
+    clip = source.render(spec, settings.frames, settings.size)
+    if settings.sharpen:
+        clip = usm_sharpen(clip, settings.sharpen)
+    pairs = []
+    for _ in range(settings.degradations):
+        preset = str(rng.choice(list(settings.presets), p=_shares(settings.presets)))
+        scale = int(rng.choice(list(settings.scales), p=_shares(settings.scales)))
+        record = sample_degradation(rng, preset, settings.frames, scale)
+        pairs.append(Pair(spec, record, apply_degradation(clip, record)))
+    return pairs
+
+
+def _shares(mix: dict[Any, float]) -> np.ndarray:
+    values = np.array(list(mix.values()), np.float64)
+    return values / values.sum()
+
+
+def _work(
+    connection: Connection, source_arguments: tuple, settings: PairSettings, seed: int, first: int, step: int
+) -> None:
+    """A worker's life: clips first, first + step, ... until the other end of the pipe closes."""
+    torch.set_num_threads(1)
+    try:
+        source = ClipSource(*source_arguments)
+        index = first
+        while True:
+            for pair in make_pairs(source, settings, seed, index):
+                header = pickle.dumps((pair.spec, pair.degradation.scale, tuple(pair.lr.shape)))
+                connection.send_bytes(header)
+                connection.send_bytes(pair.lr.numpy().data)
+            index += step
+    except (BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        return
+    except BaseException:
+        connection.send_bytes(pickle.dumps(traceback.format_exc()))
+
+
+class _Feed:
+    """Worker processes, and a thread that takes records out of their pipes into a bounded queue."""
+
+    def __init__(
+        self, source: ClipSource, settings: PairSettings, workers: int, seed: int, first: int
+    ) -> None:
+        self._arrived: deque[tuple[ClipSpec, int, np.ndarray]] = deque()
+        self._room = 256  # records that may wait; beyond it the pipes fill up and workers pause
+        self._failure: str | None = None
+        self._stop = threading.Event()
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        # One thread each: numerical libraries read their thread count when they are imported.
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
+            for number in range(workers):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_work,
+                    args=(theirs, source.arguments(), settings, seed, first + number, workers),
+                    daemon=True,
+                    name=f"pairs-{number}",
+                )
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
+        self._thread = threading.Thread(target=self._receive, daemon=True, name="pairs")
+        self._thread.start()
+
+    def _receive(self) -> None:
+        owners = dict(zip(self._connections, self._processes))
+        try:
+            while not self._stop.is_set():
+                if len(self._arrived) >= self._room:
+                    self._stop.wait(0.005)
+                    continue
+                for connection in wait(list(owners), timeout=0.2):
+                    assert isinstance(connection, Connection)
+                    message = pickle.loads(connection.recv_bytes())
+                    if isinstance(message, str):
+                        raise WorkerError(f"{owners[connection].name} failed:\n{message}")
+                    spec, scale, shape = message
+                    pixels = np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
+                    self._arrived.append((spec, scale, pixels))
+        except WorkerError as error:
+            self._failure = str(error)
+        except (EOFError, OSError):
+            if not self._stop.is_set():
+                time.sleep(0.2)  # let the process's exit code arrive
+                codes = {
+                    process.name: process.exitcode
+                    for process in self._processes
+                    if process.exitcode is not None
+                }
+                self._failure = (
+                    f"a worker process ended without a word (exit codes {codes}; -9: out of memory?)"
+                )
+        except BaseException:
+            self._failure = traceback.format_exc()
+
+    def take(self, most: int) -> list[tuple[ClipSpec, int, np.ndarray]]:
+        """Up to `most` records that have arrived. Raises WorkerError if a worker has failed."""
+        if self._failure is not None:
+            raise WorkerError(self._failure)
+        taken: list[tuple[ClipSpec, int, np.ndarray]] = []
+        while self._arrived and len(taken) < most:
+            taken.append(self._arrived.popleft())
+        return taken
+
+    def close(self) -> None:
+        self._stop.set()
+        for process in self._processes:
+            process.terminate()
+        self._thread.join(timeout=5)
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+        for connection in self._connections:
+            connection.close()
+
+
+class _environment:
+    """Sets environment variables for the length of a with block."""
+
+    def __init__(self, **values: str) -> None:
+        self._values, self._before = values, {name: os.environ.get(name) for name in values}
+
+    def __enter__(self) -> None:
+        os.environ.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Ring:
+    """Records of one scale: their LR pixels and the numbers that render their HQ, on the device."""
+
+    def __init__(self, capacity: int, settings: PairSettings, scale: int, device: torch.device) -> None:
+        height, width = lr_size(settings.size, settings.size, scale)
+        self.capacity, self.count, self._next = capacity, 0, 0
+        self.lr = torch.zeros((capacity, settings.frames, 3, height, width), dtype=torch.uint8, device=device)
+        self.table = ClipTable.empty(capacity, settings.frames, device)
+        self.is_video = np.zeros(capacity, bool)
+        self.has_cutout = np.zeros(capacity, bool)
+
+    def add(
+        self, source: ClipSource, settings: PairSettings, items: list[tuple[ClipSpec, np.ndarray]]
+    ) -> None:
+        """Put records in place of the oldest ones."""
+        items = items[-self.capacity :]
+        device = self.lr.device
+        rows = (self._next + np.arange(len(items))) % self.capacity
+        part = ClipTable.empty(len(items), settings.frames)
+        pixels = _staging((len(items), *self.lr.shape[1:]), device)
+        for i, (spec, lr) in enumerate(items):
+            part.set(i, source, spec, settings.size)
+            pixels[i] = torch.from_numpy(lr)
+            self.is_video[rows[i]], self.has_cutout[rows[i]] = spec.kind == "video", spec.cutout is not None
+        where = torch.from_numpy(rows).to(device)
+        self.lr.index_copy_(0, where, pixels.to(device, non_blocking=True))
+        for whole, new in zip(self.table.tensors(), part.tensors()):
+            whole.index_copy_(0, where, new.to(device))
+        self._next = int((self._next + len(items)) % self.capacity)
+        self.count = min(self.count + len(items), self.capacity)
+
+
+def _staging(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class TrainingPool:
+    """Batches of (HQ, upsampled LR) from a ring of records on a device.
+
+    pack: a folder made by tools/pack_training_data.py. workers: processes that make records; with 0 they are
+    made in `fill` and `batch` themselves (tests, debugging). capacity: records kept, divided among
+    the scales by their shares. Use it as a context manager, or call `close`. Scripts that use workers need
+    the usual `if __name__ == "__main__"`.
+    """
+
+    def __init__(
+        self,
+        pack: Path | str,
+        device: torch.device | str,
+        workers: int = 14,
+        capacity: int = 8192,
+        *,
+        settings: PairSettings | None = None,
+        seed: int = 0,
+        first: int = 0,
+        cache: Path | None = None,
+        split: str = "train",
+    ) -> None:
+        self.settings = PairSettings() if settings is None else settings
+        self.device = torch.device(device)
+        self.source = ClipSource.open(pack, cache=cache, processes=workers, split=split)
+        self.made = 0
+        """Records received so far."""
+        self._seed, self._index = seed, first
+        self._rng = np.random.default_rng((seed, 2**31))
+        shares = _shares(self.settings.scales)
+        self._rings = {
+            scale: _Ring(max(int(capacity * share), 1), self.settings, scale, self.device)
+            for scale, share in zip(self.settings.scales, shares)
+        }
+        self._feed = _Feed(self.source, self.settings, workers, seed, first) if workers else None
+        self._pixels = _to_device(self.source.pixels, self.device)
+
+    def __enter__(self) -> TrainingPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers. Batches from what is in the pool are no longer possible with workers."""
+        if self._feed is not None:
+            self._feed.close()
+
+    @property
+    def count(self) -> int:
+        """Records in the pool."""
+        return sum(ring.count for ring in self._rings.values())
+
+    def fill(self, minimum: int, *, patience_s: float = 180.0) -> None:
+        """Wait until the pool holds `minimum` records and some of every scale.
+
+        Raises WorkerError if a worker fails or nothing arrives for `patience_s` seconds, InputError
+        if the pool is too small.
+        """
+        if minimum > sum(ring.capacity for ring in self._rings.values()):
+            raise InputError(f"a pool can't be filled to {minimum} records; raise its capacity")
+        last = time.monotonic()
+        while self.count < minimum or any(ring.count == 0 for ring in self._rings.values()):
+            if self._take(64):
+                last = time.monotonic()
+            elif time.monotonic() - last > patience_s:
+                raise WorkerError(f"no record arrived for {patience_s:.0f} s")
+            else:
+                time.sleep(0.01)
+
+    def _take(self, most: int) -> int:
+        """Move up to `most` waiting records into the rings; returns how many there were."""
+        if self._feed is None:
+            pairs = make_pairs(self.source, self.settings, self._seed, self._index)
+            self._index += 1
+            items = [(pair.spec, pair.degradation.scale, pair.lr.numpy()) for pair in pairs]
+        else:
+            items = self._feed.take(most)
+        for scale, ring in self._rings.items():
+            own = [(spec, lr) for spec, own_scale, lr in items if own_scale == scale]
+            if own:
+                ring.add(self.source, self.settings, own)
+        self.made += len(items)
+        return len(items)
+
+    def batch(
+        self, batch_size: int, frames: int, *, scale: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """A random batch: (hq, lr_up), both [B, 3, T, S, S] in [-1, 1] on the pool's device.
+
+        Windows of `frames` frames start anywhere in their clips. scale: only records of that factor;
+        default all, by their shares. lr_up is the LR enlarged to S x S by `upsample_lr`. Takes in new
+        records first (workers=0: only `fill` makes any).
+        """
+        if self._feed is not None:
+            self._take(32)
+        if frames > self.settings.frames:
+            raise InputError(f"windows of {frames} frames don't fit clips of {self.settings.frames}")
+        scales = list(self._rings) if scale is None else [scale]
+        if any(name not in self._rings or self._rings[name].count == 0 for name in scales):
+            raise InputError("the pool is empty for a wanted scale; call fill first")
+        shares = _shares({name: self.settings.scales[name] for name in scales})
+        chosen = self._rng.choice(scales, batch_size, p=shares)
+        size = self.settings.size
+        hq = torch.empty((batch_size, 3, frames, size, size), device=self.device, dtype=dtype)
+        lr_up = torch.empty_like(hq)
+        for name in np.unique(chosen):
+            places = torch.from_numpy(np.flatnonzero(chosen == name)).to(self.device)
+            high, low = self._windows(self._rings[int(name)], len(places), frames)
+            if len(places) == batch_size:
+                hq.copy_(high)
+                lr_up.copy_(low)
+            else:
+                hq.index_copy_(0, places, high.to(dtype))
+                lr_up.index_copy_(0, places, low.to(dtype))
+        return hq, lr_up
+
+    def _windows(self, ring: _Ring, count: int, frames: int) -> tuple[Tensor, Tensor]:
+        """`count` random windows of a ring: HQ and upsampled LR, float32 [count, 3, T, S, S] in [-1, 1]."""
+        size = self.settings.size
+        rows = self._rng.integers(ring.count, size=count)
+        starts = self._rng.integers(self.settings.frames - frames + 1, size=count)
+        places = np.arange(count)
+        groups = (ring.is_video[rows], ~ring.is_video[rows], ring.has_cutout[rows])
+        # One small copy to the device for all indices.
+        packed = np.concatenate(
+            [np.stack((rows, places, starts))[:, group] for group in (*groups, slice(None))], 1
+        )
+        numbers = torch.from_numpy(packed).to(self.device)
+        ends = np.cumsum([int(group.sum()) for group in groups])
+        video, photo, cutout, everything = numbers.tensor_split(ends.tolist(), dim=1)
+        selection = Selection(*(tuple(part) for part in (video, photo, cutout)))  # type: ignore[arg-type]
+        hq = render_table(self._pixels, ring.table, selection, count, frames, size)
+        if self.settings.sharpen:
+            hq = usm_sharpen(hq, self.settings.sharpen)
+        window = everything[2][:, None] + torch.arange(frames, device=self.device)
+        lr = ring.lr[everything[0][:, None], window]
+        return hq.transpose(1, 2).mul(2).sub_(1), upsample_lr(lr, size).transpose(1, 2)
+
+
+def upsample_lr(lr: Tensor, size: int) -> Tensor:
+    """uint8 [..., 3, h, w] -> float32 [..., 3, S, S] in [-1, 1].
+
+    `F.interpolate(mode="bilinear", align_corners=False)` of the 8-bit values, rounded to 8 bits: what the
+    models get in inference.
+    """
+    flat = F.interpolate(lr.flatten(0, -4).float(), size=(size, size), mode="bilinear", align_corners=False)
+    return flat.round_().div_(127.5).sub_(1).view(*lr.shape[:-2], size, size)
+
+
+def _to_device(pixels: np.ndarray, device: torch.device) -> Tensor:
+    """The flat pixel buffer on a device; on the CPU the mapped file itself."""
+    if device.type == "cpu":
+        return torch.from_numpy(pixels)
+    result = torch.empty(len(pixels), dtype=torch.uint8, device=device)
+    step = 2**28
+    for start in range(0, len(pixels), step):
+        result[start : start + step] = torch.from_numpy(np.array(pixels[start : start + step])).to(device)
+    return result
