@@ -450,6 +450,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--clips must name some of {', '.join(HELD_OUT)}")
     upscalers = [open_upscaler(name, options.device, options.precision) for name in names]
     lpips = None if options.no_lpips else LPIPS("alex", options.weights).to(options.device)
+    measured_with = environment(options.device)
     rows = evaluate(
         upscalers,
         clips,
@@ -468,7 +469,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             "lpips": "alex v0.1",
             "ssim": "luma; ssim_rgb: mean over channels",
         },
-        "environment": environment(options.device),
+        "environment": measured_with,
         "peers": peer_versions(names),
         "rows": rows,
     }
