@@ -1,1 +1,1 @@
-
+"""The command line: `recavsr upscale`, `demo`, `doctor`, `models`, `route`."""

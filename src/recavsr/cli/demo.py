@@ -1,0 +1,168 @@
+"""`recavsr demo`: draws a street, degrades it, upscales it, shows input, result and truth side by side."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from recavsr.cli import options
+from recavsr.cli.console import Console, FrameProgress
+from recavsr.cli.models import resolve
+from recavsr.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SCALE = 4
+# Left, top of the details shown: the bookshop's sign, the cafe's, the wheel and the tree, the taxi.
+_DETAILS = ((110, 90), (400, 150), (600, 50), (380, 300))
+_DETAIL_WIDTH, _DETAIL_HEIGHT, _DETAIL_ZOOM = 200, 120, 2
+_BAR = 36
+_PAPER, _INK = 24, (0.93, 0.93, 0.93)
+
+
+def command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what the demo makes.")] = Path(
+        "demo_out"
+    ),
+    model: options.Model = "nano",
+    device: options.Device = "auto",
+    precision: options.Precision = "auto",
+    frames: Annotated[int, typer.Option(min=2, help="Length of the clip.")] = 53,
+    json_lines: options.JsonLines = False,
+) -> None:
+    """Make a small clip, upscale it, and write before and after side by side. Nothing is downloaded."""
+    import numpy as np
+
+    from recavsr.cli.demo_scene import FRAMES_PER_SECOND, HEIGHT, WIDTH
+    from recavsr.evaluation.metrics import psnr, ssim
+    from recavsr.evaluation.peers import bicubic
+    from recavsr.video.clips import read_clip, write_clip
+    from recavsr.video.images import encode_picture
+
+    console = Console(json_lines)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{output}: no folder can be made there ({error.strerror})") from error
+
+    console.say(f"drawing {frames} frames of {WIDTH}x{HEIGHT}")
+    truth = _draw(console, frames)
+    console.say("degrading them: blur, a quarter of the size, noise, JPEG, H.264")
+    source = output / "demo_input.mp4"
+    write_clip(source, _degrade(truth), FRAMES_PER_SECOND, crf=16)
+    lr = read_clip(source)
+
+    console.say(f"upscaling {source} with {model}")
+    upscaled, seconds = _upscale(console, lr, model, device, precision)
+    before = bicubic(lr)
+
+    shown = Path(model).name
+    scores = {
+        "bicubic": (float(psnr(before, truth).mean()), float(ssim(before, truth).mean())),
+        shown: (float(psnr(upscaled, truth).mean()), float(ssim(upscaled, truth).mean())),
+    }
+    titles = [f"{name}  {db:.2f} dB  SSIM {similar:.3f}" for name, (db, similar) in scores.items()] + [
+        "truth"
+    ]
+    video, picture = output / "demo_before_after.mp4", output / "demo_before_after.png"
+    heading = _headings(titles, WIDTH)
+    clips = (before, upscaled, truth)
+    write_clip(
+        video,
+        (np.concatenate([heading, np.concatenate(trio, axis=1)]) for trio in zip(*clips)),
+        FRAMES_PER_SECOND,
+    )
+    picture.write_bytes(encode_picture(_details(titles, [clip[frames // 2] for clip in clips]), ".png"))
+    for name, (db, similar) in scores.items():
+        console.say(f"{name}: PSNR {db:.2f} dB, SSIM {similar:.4f}")
+    console.result(
+        f"{frames} frames in {seconds:.1f} s ({frames / seconds:.1f} fps); look at {picture} and {video}",
+        frames=frames,
+        seconds=round(seconds, 2),
+        scores={name: {"psnr": round(db, 3), "ssim": round(ss, 4)} for name, (db, ss) in scores.items()},
+        picture=str(picture),
+        video=str(video),
+    )
+
+
+def _draw(console: Console, frames: int) -> np.ndarray:
+    """Return the truth, uint8 [N, HEIGHT, WIDTH, 3]."""
+    import numpy as np
+
+    from recavsr.cli.demo_scene import Street
+
+    street = Street()
+    drawn = []
+    with console.progress(frames) as progress:
+        for index in range(frames):
+            drawn.append(street.frame(index))
+            progress.update(index + 1)
+    return np.stack(drawn)
+
+
+def _degrade(truth: np.ndarray) -> np.ndarray:
+    """Return the frames at a quarter of the size, as a poor camera would give them: uint8 [N, h, w, 3]."""
+    import torch
+
+    from recavsr.data.degradation import apply_degradation, fixed_degradation
+
+    clip = torch.from_numpy(truth).permute(0, 3, 1, 2).float() / 255
+    degraded = apply_degradation(clip, fixed_degradation("mild", len(truth), SCALE))
+    return degraded.permute(0, 2, 3, 1).contiguous().numpy()
+
+
+def _upscale(
+    console: Console, lr: np.ndarray, model: str, device: str, precision: str
+) -> tuple[np.ndarray, float]:
+    """Return the upscaled frames and the seconds it took, the model's loading not counted."""
+    import numpy as np
+
+    import recavsr
+
+    height, width = lr.shape[1:3]
+    network = recavsr.load(resolve(model), device=device, precision=precision)
+    session = recavsr.Session(network, (height, width), (height * SCALE, width * SCALE))
+    done: list[np.ndarray] = []
+    started = time.monotonic()
+    with console.progress(len(lr)) as progress:
+        for block in session.push(lr):
+            _keep(done, block, progress)
+        for block in session.flush():
+            _keep(done, block, progress)
+    return np.concatenate(done), time.monotonic() - started
+
+
+def _keep(done: list[np.ndarray], block: np.ndarray, progress: FrameProgress) -> None:
+    done.append(block)
+    progress.update(sum(map(len, done)))
+
+
+def _headings(titles: list[str], width: int) -> np.ndarray:
+    """Return a bar [_BAR, width x titles, 3] with a title over each column."""
+    import numpy as np
+
+    from recavsr.cli.drawing import text_width, write
+
+    bar = np.full((_BAR, width * len(titles), 3), _PAPER / 255, np.float32)
+    for column, title in enumerate(titles):
+        size = min(_BAR * 0.45, _BAR * 0.45 * 0.88 * width / text_width(title, _BAR * 0.45))
+        left = column * width + (width - text_width(title, size)) / 2
+        write(bar, title, left, (_BAR - size) / 2, size, _INK)
+    return np.round(bar * 255).astype(np.uint8)
+
+
+def _details(titles: list[str], pictures: list[np.ndarray]) -> np.ndarray:
+    """Return one picture with enlarged details, a row each, and a column for each of the pictures."""
+    import numpy as np
+
+    gap = np.full((6, _DETAIL_WIDTH * _DETAIL_ZOOM * len(pictures), 3), _PAPER, np.uint8)
+    rows = [_headings(titles, _DETAIL_WIDTH * _DETAIL_ZOOM)]
+    for left, top in _DETAILS:
+        parts = [p[top : top + _DETAIL_HEIGHT, left : left + _DETAIL_WIDTH] for p in pictures]
+        row = np.concatenate(parts, axis=1)
+        rows += [row.repeat(_DETAIL_ZOOM, axis=0).repeat(_DETAIL_ZOOM, axis=1), gap]
+    return np.concatenate(rows)

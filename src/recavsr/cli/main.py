@@ -1,0 +1,107 @@
+"""The `recavsr` command: its parts, and what becomes of every error.
+
+Exit codes: 0 done; 1 done in part; 2 refused, bad input or options; 130 interrupted. Nothing heavy is
+imported here, so that `recavsr --help` answers at once: each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+import recavsr
+from recavsr.cli import demo, doctor, models, route, upscale
+from recavsr.cli.console import Console
+from recavsr.errors import InputError, PartialError
+
+REFUSED = 2
+INTERRUPTED = 130
+
+# Newer releases of typer carry their own copy of click, older ones use the package: right in both.
+_CommandError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="recavsr",
+    help="Upscale video as it streams, by one-step diffusion.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("upscale")(upscale.command)
+app.command("demo")(demo.command)
+app.command("doctor")(doctor.command)
+app.add_typer(models.app, name="models")
+app.add_typer(route.app, name="route")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"recavsr {recavsr.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; every error becomes one line on stderr."""
+    console = Console(json_lines="--json" in arguments)
+    try:
+        code = app(args=list(arguments) or ["--help"], prog_name="recavsr", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (InputError, PartialError) as error:
+        return _fail(console, str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(console, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our stdout has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(console, "the reader of the output closed it before the end", PartialError.exit_code)
+    except Exception as error:
+        if isinstance(error, _CommandError):
+            return _fail(console, _usage(error), REFUSED)
+        if os.environ.get("RECAVSR_DEBUG"):
+            traceback.print_exc()
+        return _fail(console, _unexpected(error), REFUSED)
+
+
+def main() -> NoReturn:
+    """Entry point of the `recavsr` command."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(run(sys.argv[1:]))
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _fail(console: Console, text: str, code: int) -> int:
+    console.error(text, code)
+    return code
+
+
+def _usage(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    where = f" (see {context.command_path} --help)" if context else ""
+    return error.format_message().rstrip(".") + where  # type: ignore[attr-defined]
+
+
+def _unexpected(error: Exception) -> str:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "not enough memory for this size: ask for a smaller output, or another --device"
+    hint = "RECAVSR_DEBUG=1 shows where it happened"
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror} ({hint})"
+    return f"unexpected {type(error).__name__}: {error} ({hint})"

@@ -1,0 +1,134 @@
+"""`recavsr upscale`: one video, picture or picture sequence, from file to file or through pipes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from recavsr.cli import options
+from recavsr.cli.console import Console, FrameProgress, plain_seconds
+from recavsr.cli.models import resolve
+
+if TYPE_CHECKING:
+    from recavsr.stream.engine import ColorFix, Progress, UpscaleReport
+
+
+def command(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="IN", help="Video, picture, folder or pattern of pictures, URL, or - (y4m)."),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="File, folder, pattern, or - (y4m). Left out: beside the input."),
+    ] = None,
+    model: options.Model = "nano",
+    scale: Annotated[float | None, typer.Option(help="Enlarge by this much; 4 if no size is given.")] = None,
+    size: Annotated[str | None, typer.Option(help="Output size as WIDTHxHEIGHT, e.g. 1920x1080.")] = None,
+    height: Annotated[int | None, typer.Option(help="Output height; the width follows.")] = None,
+    width: Annotated[int | None, typer.Option(help="Output width; the height follows.")] = None,
+    start: Annotated[str | None, typer.Option(help="Begin here: seconds or a timecode like 1:30.5.")] = None,
+    duration: Annotated[str | None, typer.Option(help="Do this much: seconds or a timecode.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Do at most this many frames.")] = None,
+    color_fix: Annotated[
+        str, typer.Option(help="Hold the output's colours to the input's: none, wavelet, adain.")
+    ] = "none",
+    codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
+    quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
+    preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
+    device: options.Device = "auto",
+    precision: options.Precision = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same output.")] = 42,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
+    json_lines: options.JsonLines = False,
+) -> int:
+    """Upscale a video: every frame, at its time, at exactly the size asked for."""
+    from recavsr.stream.engine import upscale
+
+    console = Console(json_lines)
+    show = _ProgressDisplay(console, model)
+    try:
+        report = upscale(
+            source,
+            output,
+            model=resolve(model),
+            scale=scale,
+            size=size,
+            height=height,
+            width=width,
+            seed=seed,
+            start=start,
+            duration=duration,
+            frames=frames,
+            color_fix=cast("ColorFix", color_fix),
+            codec=codec,
+            quality=int(quality) if quality is not None and quality.isdecimal() else quality,
+            preset=preset,
+            overwrite=overwrite,
+            progress=show,
+            dry_run=dry_run,
+            device=device,
+            precision=precision,
+        )
+    finally:
+        show.close()
+    if dry_run:
+        for line in report.plan.lines():
+            console.say(line)
+        return 0
+    for warning in report.warnings:
+        console.say(f"note: {warning}")
+    if report.cut_short:
+        console.say(f"done in part: {report.source} ended early ({report.cut_short})")
+    console.result(_summary(report), **_facts(report))
+    return report.exit_code
+
+
+class _ProgressDisplay:
+    """Takes the engine's progress and shows it; what shows it is made when the first frame is due."""
+
+    def __init__(self, console: Console, model: str) -> None:
+        self._console = console
+        self._model = model
+        self._shown: FrameProgress | None = None
+
+    def __call__(self, state: Progress) -> None:
+        if state.stage == "loading":
+            self._console.say(f"loading {self._model}")
+            return
+        if self._shown is None:
+            self._shown = self._console.progress(state.total)
+        self._shown.update(state.frames, state.total, state.rate)
+
+    def close(self) -> None:
+        """Say the last count, and give the terminal back."""
+        if self._shown is not None:
+            self._shown.close()
+
+
+def _summary(report: UpscaleReport) -> str:
+    height, width = report.out_size
+    return (
+        f"{report.output}: {report.frames} frames of {width}x{height} "
+        f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps)"
+    )
+
+
+def _facts(report: UpscaleReport) -> dict[str, Any]:
+    return {
+        "source": report.source,
+        "output": report.output,
+        "model": report.model,
+        "frames": report.frames,
+        "input_size": list(report.lr_size),
+        "output_size": list(report.out_size),
+        "seconds": round(report.seconds, 3),
+        "fps": round(report.fps, 3),
+        "decode_seconds": round(report.decode_seconds, 3),
+        "model_seconds": round(report.model_seconds, 3),
+        "encode_seconds": round(report.encode_seconds, 3),
+        "warnings": list(report.warnings),
+        "cut_short": report.cut_short,
+    }
