@@ -1,1 +1,1 @@
-
+"""Video in and out: the only floor that touches PyAV."""

@@ -1,0 +1,190 @@
+"""The main job: `upscale` one video, picture or picture sequence from file to file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from recavsr.errors import InputError
+from recavsr.stream.load import load
+from recavsr.stream.pipeline import Timing, run_pipeline
+from recavsr.stream.plan import Plan, SizeRequest, make_plan
+from recavsr.stream.session import Session
+from recavsr.stream.step import BlockModel
+from recavsr.video.reader import Reader, Trim, open_reader
+
+ColorFix = Literal["none", "wavelet", "adain"]
+COLOR_FIXES = ("none", "wavelet", "adain")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; given to the `progress` callback from the calling thread after every block."""
+
+    stage: Literal["loading", "upscaling", "done"]
+    frames: int
+    total: int | None
+    rate: float  # frames a second so far
+    eta: float | None  # seconds left, None if unknown
+
+
+@dataclass(frozen=True)
+class UpscaleReport:
+    """What a run did. Sizes are (height, width); the three stage times overlap within `seconds`."""
+
+    source: str
+    output: str
+    plan: Plan
+    model: str
+    frames: int
+    lr_size: tuple[int, int]
+    out_size: tuple[int, int]
+    seconds: float
+    decode_seconds: float
+    model_seconds: float
+    encode_seconds: float
+    warnings: tuple[str, ...]
+    cut_short: str | None
+    dry_run: bool
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether the source broke off or was damaged; the output holds what could be decoded."""
+        return self.cut_short is not None
+
+    @property
+    def fps(self) -> float:
+        """Return frames a second over the whole run, input and output included."""
+        return self.frames / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0, or 1 if the result is partial."""
+        return 1 if self.truncated else 0
+
+
+def upscale(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    model: str | os.PathLike[str] | BlockModel = "nano",
+    scale: float | None = None,
+    size: tuple[int, int] | str | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    seed: int = 42,
+    start: float | str | None = None,
+    duration: float | str | None = None,
+    frames: int | None = None,
+    color_fix: ColorFix = "none",
+    codec: str | None = None,
+    quality: int | str | None = None,
+    preset: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    dry_run: bool = False,
+    device: str = "auto",
+    precision: str = "auto",
+) -> UpscaleReport:
+    """Upscale `source` into `output`: every frame once, at its own time, at exactly the asked size.
+
+    source: video file, picture, folder or pattern of pictures, "-" (y4m on standard input) or URL.
+    output: video file (.mp4 .mkv .mov .webm .y4m), "-" (y4m on standard output), a folder or pattern
+        (frame_%05d.png) of pictures, a picture for a picture; None: a name beside the source.
+    model: a name, a model folder, or a loaded BlockModel.
+    scale, size, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each side,
+        size is (width, height) or "1920x1080", a height or width alone keeps the shape.
+    start, duration: seconds or timecodes ("1:30.5"); frames: at most so many frames.
+    codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
+    progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
+
+    Sound, subtitles, chapters and metadata are copied; what the output can't hold is named in `warnings`.
+    The output gets its name only when it is complete. A source that breaks off gives what could be
+    decoded and a report with `truncated` set.
+
+    Raises InputError (one line) for bad input, options or output; nothing is left under the output's name.
+    """
+    request = SizeRequest(scale, size, height, width)
+    trim = Trim.parse(start, duration, frames)
+    if color_fix not in COLOR_FIXES:
+        raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {color_fix}")
+    began = time.perf_counter()
+    with open_reader(source, trim) as reader:
+        plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
+        with plan.writer(reader, overwrite=overwrite) as writer:
+            if dry_run:
+                return _report(plan, reader, str(model), Timing(), 0.0, (), dry_run=True)
+            watch = _Watch(plan.frames, progress)
+            watch.say("loading", 0)
+            block_model = _loaded(model, device, precision)
+            session = Session(
+                block_model, lr_size=plan.lr_size, out_size=plan.out_size, seed=seed, color_fix=color_fix
+            )
+            watch.begin()
+            timing = run_pipeline(reader, session, writer, watch.frames)
+            watch.say("done", timing.frames_written)
+            return _report(
+                plan, reader, block_model.name, timing, time.perf_counter() - began, tuple(writer.warnings)
+            )
+
+
+def _loaded(model: str | os.PathLike[str] | BlockModel, device: str, precision: str) -> BlockModel:
+    if not isinstance(model, (str, os.PathLike)):
+        return model
+    return load(os.fspath(model), device=device, precision=precision)
+
+
+class _Watch:
+    """Turns timing into Progress events."""
+
+    def __init__(self, total: int | None, callback: Callable[[Progress], None] | None) -> None:
+        self._total = total
+        self._callback = callback
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def frames(self, timing: Timing) -> None:
+        self.say("upscaling", timing.frames_written)
+
+    def say(self, stage: Literal["loading", "upscaling", "done"], frames: int) -> None:
+        if self._callback is None:
+            return
+        elapsed = time.perf_counter() - self._began
+        rate = frames / elapsed if frames and elapsed > 0 else 0.0
+        left = None if self._total is None or not rate else max(0, self._total - frames) / rate
+        total = frames if stage == "done" else self._total
+        self._callback(Progress(stage, frames, total, rate, 0.0 if stage == "done" else left))
+
+
+def _report(
+    plan: Plan,
+    reader: Reader,
+    model: str,
+    timing: Timing,
+    seconds: float,
+    late_warnings: tuple[str, ...],
+    *,
+    dry_run: bool = False,
+) -> UpscaleReport:
+    warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *late_warnings])
+    return UpscaleReport(
+        source=plan.source,
+        output=plan.output,
+        plan=plan,
+        model=model,
+        frames=timing.frames_written,
+        lr_size=plan.lr_size,
+        out_size=plan.out_size,
+        seconds=seconds,
+        decode_seconds=timing.decode,
+        model_seconds=timing.model,
+        encode_seconds=timing.encode,
+        warnings=tuple(warnings),
+        cut_short=reader.cut_short,
+        dry_run=dry_run,
+    )

@@ -1,0 +1,207 @@
+"""Three stages at once: reading, the model, writing. Bounded queues keep memory flat for any length.
+
+The model runs in the caller's thread. An error or an interrupt in any stage stops the others and is
+raised once, in the caller.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from av.packet import Packet
+
+from recavsr.video.frames import Frame
+from recavsr.video.writer import Writer
+
+Item = TypeVar("Item")
+
+_DECODED_AHEAD = 16
+_ENCODE_BEHIND = 8
+_POLL_SECONDS = 0.1
+_READER_PATIENCE_SECONDS = 2.0
+
+
+class Upscaler(Protocol):
+    """What the pipeline needs of a session: frames in, finished blocks out ([N, H, W, 3] arrays)."""
+
+    def push(self, frames: np.ndarray, /) -> list[np.ndarray]:
+        """Take LR frames, return the finished blocks."""
+        ...
+
+    def flush(self) -> list[np.ndarray]:
+        """End the stream, return what is left."""
+        ...
+
+
+class Stopped(Exception):
+    """Another stage failed; this one just ends."""
+
+
+class Channel(Generic[Item]):
+    """A bounded queue between two threads that ends, and wakes up when the pipeline stops."""
+
+    def __init__(self, capacity: int, stop: threading.Event) -> None:
+        self._queue: queue.Queue[tuple[bool, Item | None]] = queue.Queue(capacity)
+        self._stop = stop
+
+    def put(self, item: Item) -> None:
+        """Hand over an item, waiting for room."""
+        self._put((True, item))
+
+    def close(self) -> None:
+        """Say that nothing more comes."""
+        self._put((False, None))
+
+    def _put(self, entry: tuple[bool, Item | None]) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(entry, timeout=_POLL_SECONDS)
+                return
+            except queue.Full:
+                continue
+        raise Stopped
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            if self._stop.is_set():
+                raise Stopped
+            try:
+                more, item = self._queue.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if not more:
+                return
+            yield item  # type: ignore[misc]
+
+
+@dataclass
+class Timing:
+    """Seconds that each stage worked (they overlap) and the frames that are written."""
+
+    decode: float = 0.0
+    model: float = 0.0
+    encode: float = 0.0
+    frames_read: int = 0
+    frames_written: int = 0
+
+
+@dataclass
+class _Shared:
+    stop: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if self.error is None and not isinstance(error, Stopped):
+            self.error = error
+        self.stop.set()
+
+
+def run_pipeline(
+    items: Iterable[Frame | Packet],
+    session: Upscaler,
+    writer: Writer,
+    on_frames: Callable[[Timing], None] | None = None,
+) -> Timing:
+    """Read `items`, upscale the frames, write them with their times, and finish the writer.
+
+    Returns the timing. Raises what any stage raised, after the others have ended.
+    """
+    shared, timing = _Shared(), Timing()
+    decoded: Channel[Frame | Packet] = Channel(_DECODED_AHEAD, shared.stop)
+    upscaled: Channel[Frame | Packet] = Channel(_ENCODE_BEHIND, shared.stop)
+    reading = threading.Thread(
+        target=_guarded, args=(shared, _read, items, decoded, timing), name="recavsr-read", daemon=True
+    )
+    writing = threading.Thread(
+        target=_guarded, args=(shared, _write, writer, upscaled, timing), name="recavsr-write", daemon=True
+    )
+    reading.start()
+    writing.start()
+    try:
+        _upscale(session, decoded, upscaled, timing, on_frames)
+        writing.join()
+    except BaseException as error:
+        shared.fail(error)
+    finally:
+        shared.stop.set()
+        writing.join()
+        reading.join(_READER_PATIENCE_SECONDS)  # it may hang in a pipe that sends nothing
+    if shared.error is not None:
+        raise shared.error
+    return timing
+
+
+def _guarded(shared: _Shared, stage: Callable[..., None], *arguments: object) -> None:
+    try:
+        stage(*arguments)
+    except BaseException as error:
+        shared.fail(error)
+
+
+def _read(items: Iterable[Frame | Packet], decoded: Channel[Frame | Packet], timing: Timing) -> None:
+    iterator = iter(items)
+    while True:
+        began = time.perf_counter()
+        item = next(iterator, None)
+        timing.decode += time.perf_counter() - began
+        if item is None:
+            break
+        timing.frames_read += isinstance(item, Frame)
+        decoded.put(item)
+    decoded.close()
+
+
+def _upscale(
+    session: Upscaler,
+    decoded: Channel[Frame | Packet],
+    upscaled: Channel[Frame | Packet],
+    timing: Timing,
+    on_frames: Callable[[Timing], None] | None,
+) -> None:
+    waiting: deque[Frame] = deque()  # frames inside the session; only their times and names are kept
+
+    def emit(make_blocks: Callable[[], list[np.ndarray]]) -> None:
+        began = time.perf_counter()
+        blocks = make_blocks()
+        timing.model += time.perf_counter() - began
+        for block in blocks:
+            for pixels in block:
+                origin = waiting.popleft()
+                upscaled.put(Frame(pixels, origin.stamp, origin.name))
+            if on_frames is not None:
+                on_frames(timing)
+
+    for item in decoded:
+        if isinstance(item, Packet):
+            upscaled.put(item)
+            continue
+        waiting.append(Frame(_NO_PIXELS, item.stamp, item.name))
+        emit(partial(session.push, item.pixels[None]))
+    emit(session.flush)
+    assert not waiting, f"{len(waiting)} frames went in and did not come out"
+    upscaled.close()
+
+
+_NO_PIXELS = np.empty((0, 0, 3), np.uint8)
+
+
+def _write(writer: Writer, upscaled: Channel[Frame | Packet], timing: Timing) -> None:
+    for item in upscaled:
+        began = time.perf_counter()
+        if isinstance(item, Frame):
+            writer.write(item)
+            timing.frames_written += 1
+        else:
+            writer.copy(item)
+        timing.encode += time.perf_counter() - began
+    began = time.perf_counter()
+    writer.finish()
+    timing.encode += time.perf_counter() - began

@@ -1,0 +1,271 @@
+"""What one `upscale` run will do, decided and checked before any frame is decoded in earnest."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+
+from recavsr.errors import InputError
+from recavsr.geometry import scaled_size
+from recavsr.video.formats import (
+    CONTAINERS,
+    Container,
+    Encoding,
+    choose_encoding,
+    container_of,
+    output_sample_aspect,
+)
+from recavsr.video.images import WRITABLE_SUFFIXES, PictureWriter, SequenceWriter
+from recavsr.video.info import VideoInfo
+from recavsr.video.reader import Reader, Trim
+from recavsr.video.source import PICTURE_SUFFIXES, STDIN, SourceKind
+from recavsr.video.streams import split_streams
+from recavsr.video.writer import VideoWriter, Writer
+
+DEFAULT_SCALE = 4.0
+LARGEST_SIDE = 16384
+"""Encoders and players end here; a side beyond it is a mistyped option."""
+
+
+@dataclass(frozen=True)
+class SizeRequest:
+    """The wanted output size: at most one of scale, size (width, height), height, width."""
+
+    scale: float | None = None
+    size: tuple[int, int] | str | None = None
+    height: int | None = None
+    width: int | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Return whether both sides are dictated."""
+        return self.size is not None
+
+    def resolve(self, lr_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the output (height, width) for an upright source of `lr_size`; InputError if senseless."""
+        given = [n for n in ("scale", "size", "height", "width") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise InputError(f"give one of scale, size, height and width, not {' and '.join(given)}")
+        height, width = lr_size
+        if self.size is not None:
+            out_width, out_height = _pair(self.size)
+        elif self.height is not None:
+            out_height = _whole(self.height, "height")
+            out_width = math.floor(Fraction(width * out_height, height) + Fraction(1, 2))
+        elif self.width is not None:
+            out_width = _whole(self.width, "width")
+            out_height = math.floor(Fraction(height * out_width, width) + Fraction(1, 2))
+        else:
+            out_height, out_width = scaled_size(height, width, _factor(self.scale))
+        if min(out_height, out_width) < 1:
+            raise InputError(f"the output would be {out_width}x{out_height} pixels; choose a larger one")
+        if max(out_height, out_width) > LARGEST_SIDE:
+            raise InputError(
+                f"the output would be {out_width}x{out_height} pixels; "
+                f"no side may be longer than {LARGEST_SIDE}"
+            )
+        return out_height, out_width
+
+
+def _factor(scale: float | None) -> float:
+    if scale is None:
+        return DEFAULT_SCALE
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+        raise InputError(f"scale must be a number above 0, not {scale}")
+    if scale > LARGEST_SIDE:
+        raise InputError(f"scale {scale:g} is too large; no output side may be longer than {LARGEST_SIDE}")
+    return float(scale)
+
+
+def _whole(value: int, what: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{what} must be a whole number of pixels above 0, not {value}")
+    return value
+
+
+def _pair(size: tuple[int, int] | str) -> tuple[int, int]:
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+)[xX](\d+)", size.strip())
+        if not match:
+            raise InputError(f"size must look like 1920x1080 (width x height), not {size!r}")
+        size = int(match[1]), int(match[2])
+    if len(size) != 2:
+        raise InputError(f"size is (width, height), not {size}")
+    return _whole(size[0], "width"), _whole(size[1], "height")
+
+
+class OutputKind(Enum):
+    """Where the frames go."""
+
+    VIDEO = "video file"
+    STDOUT = "y4m on standard output"
+    PICTURE = "picture"
+    PICTURES = "picture files"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: source, output, sizes and encoding. Sizes are (height, width)."""
+
+    source: str
+    output: str
+    kind: OutputKind
+    lr_size: tuple[int, int]
+    out_size: tuple[int, int]
+    sample_aspect: Fraction
+    rate: Fraction
+    frames: int | None
+    container: Container | None
+    encoding: Encoding | None
+    copied_streams: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return the plan in words, one fact a line."""
+        (h, w), (out_h, out_w) = self.lr_size, self.out_size
+        count = "unknown number of" if self.frames is None else str(self.frames)
+        said = [
+            f"{self.source} -> {self.output} ({self.kind.value})",
+            f"{w}x{h} -> {out_w}x{out_h}, {count} frames at {float(self.rate):.6g} a second",
+        ]
+        if self.encoding is not None:
+            color = self.encoding.color
+            said.append(
+                f"video: {self.encoding.codec}, {self.encoding.pixel_format}, {color.matrix_name}, "
+                f"{'full' if color.full_range else 'limited'} range"
+            )
+        said += [f"copied: {stream}" for stream in self.copied_streams]
+        return said + list(self.warnings)
+
+    def writer(self, reader: Reader, *, overwrite: bool) -> Writer:
+        """Return the writer for this plan (nothing is written before the first frame)."""
+        if self.kind is OutputKind.PICTURE:
+            return PictureWriter(Path(self.output), overwrite=overwrite)
+        if self.kind is OutputKind.PICTURES:
+            return SequenceWriter(Path(self.output), overwrite=overwrite)
+        assert self.container is not None
+        assert self.encoding is not None
+        path = None if self.kind is OutputKind.STDOUT else Path(self.output)
+        return VideoWriter(
+            path,
+            reader,
+            self.container,
+            self.encoding,
+            self.out_size,
+            self.sample_aspect,
+            overwrite=overwrite,
+        )
+
+
+def make_plan(
+    reader: Reader,
+    output: str | os.PathLike[str] | None,
+    request: SizeRequest,
+    trim: Trim,
+    *,
+    codec: str | None = None,
+    quality: int | str | None = None,
+    preset: str | None = None,
+) -> Plan:
+    """Decide everything about a run from the opened source and the options; InputError if impossible."""
+    info = reader.info
+    out_size = request.resolve(info.size)
+    target = default_output(info, out_size) if output is None else os.fspath(output)
+    kind, suffix = _output_kind(info, target)
+    if kind is OutputKind.PICTURE and Path(target).is_dir():
+        target = str(Path(target) / f"{Path(info.source).stem}{suffix}")
+    if kind in (OutputKind.VIDEO, OutputKind.PICTURE):
+        _refuse_same_file(info.source, target)
+    container = encoding = None
+    warnings = list(reader.warnings)
+    copied: list[str] = []
+    if kind in (OutputKind.VIDEO, OutputKind.STDOUT):
+        container = container_of(suffix)
+        encoding = choose_encoding(info, container, out_size, codec=codec, quality=quality, preset=preset)
+        if reader.container is not None:
+            indices, lost = split_streams(info, reader.container, container)
+            copied = [str(s) for s in info.streams if s.index in indices]
+            warnings += lost
+    else:
+        if codec is not None or quality is not None or preset is not None:
+            raise InputError("codec, quality and preset are for video files, not for pictures")
+        warnings += [f"pictures can't hold {stream}, it is left out" for stream in info.streams]
+    return Plan(
+        source=info.source,
+        output=target,
+        kind=kind,
+        lr_size=info.size,
+        out_size=out_size,
+        sample_aspect=output_sample_aspect(info, out_size, forced=request.forced),
+        rate=info.rate,
+        frames=expected_frames(info, trim),
+        container=container,
+        encoding=encoding,
+        copied_streams=tuple(copied),
+        warnings=tuple(warnings),
+    )
+
+
+def expected_frames(info: VideoInfo, trim: Trim) -> int | None:
+    """Return the number of frames that a trim of the source will give, or None if the source does not say."""
+    count = info.frame_count
+    if count is not None and trim.start is not None and info.kind is not SourceKind.SEQUENCE:
+        count = max(1, count - math.floor(trim.start * info.rate))
+    for limit in (trim.frames, None if trim.duration is None else math.ceil(trim.duration * info.rate)):
+        if limit is not None:
+            count = limit if count is None else min(count, limit)
+    return count
+
+
+def default_output(info: VideoInfo, out_size: tuple[int, int]) -> str:
+    """Return a name beside the source: clip.mp4 -> clip_1280x720.mp4."""
+    if info.kind in (SourceKind.STDIN, SourceKind.URL):
+        raise InputError("name the output (-o): it can't be derived from this source")
+    source = Path(info.source)
+    tail = f"_{out_size[1]}x{out_size[0]}"
+    if info.kind is SourceKind.SEQUENCE:
+        folder = source if source.is_dir() else source.parent
+        return str(folder.resolve().with_name(f"{folder.resolve().name}{tail}"))
+    if info.still:
+        suffix = source.suffix.lower()
+        return str(
+            source.with_name(f"{source.stem}{tail}{suffix if suffix in WRITABLE_SUFFIXES else '.png'}")
+        )
+    suffix = source.suffix.lower()
+    return str(source.with_name(f"{source.stem}{tail}{suffix if suffix in CONTAINERS else '.mp4'}"))
+
+
+def _output_kind(info: VideoInfo, target: str) -> tuple[OutputKind, str]:
+    if target == STDIN:
+        return OutputKind.STDOUT, ".y4m"
+    path = Path(target)
+    suffix = path.suffix.lower()
+    folder = path.is_dir() or target.endswith(("/", os.sep)) or not suffix
+    if info.still:
+        if folder:
+            return OutputKind.PICTURE, ".png"
+        if suffix not in WRITABLE_SUFFIXES:
+            raise InputError(
+                f"{target}: a still picture becomes a picture; use {' '.join(WRITABLE_SUFFIXES)}"
+            )
+        return OutputKind.PICTURE, suffix
+    if folder:
+        return OutputKind.PICTURES, ".png"
+    if suffix in PICTURE_SUFFIXES:
+        if suffix not in WRITABLE_SUFFIXES or not re.search(r"%0?\d*d", path.name):
+            raise InputError(
+                f"{target}: a video becomes many pictures; use a folder or a name like frame_%05d.png"
+            )
+        return OutputKind.PICTURES, suffix
+    container_of(suffix)
+    return OutputKind.VIDEO, suffix
+
+
+def _refuse_same_file(source: str, target: str) -> None:
+    if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
+        raise InputError(f"{target}: is the source itself; choose another output name")

@@ -1,0 +1,218 @@
+"""Picture files: reading numbered pictures as a video, writing pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import av
+import av.error
+import numpy as np
+from av.container import InputContainer
+from av.packet import Packet
+
+from recavsr.errors import InputError
+from recavsr.video.color import MATRIX_BT470BG, RANGE_FULL, ColorTags, FromRgb
+from recavsr.video.frames import Frame, Stamp
+from recavsr.video.info import DEFAULT_RATE
+from recavsr.video.output import PendingFiles, PendingOutput, write_error
+from recavsr.video.reader import Trim, VideoReader
+from recavsr.video.source import Source, SourceKind
+
+WRITABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp")
+
+# encoder, pixel format for 8 bits, pixel format for more
+_PICTURE_CODECS = {
+    ".png": ("png", "rgb24", "rgb48be"),
+    ".tif": ("tiff", "rgb24", "rgb48le"),
+    ".tiff": ("tiff", "rgb24", "rgb48le"),
+    ".bmp": ("bmp", "bgr24", "bgr24"),
+    ".jpg": ("mjpeg", "yuvj444p", "yuvj444p"),
+    ".jpeg": ("mjpeg", "yuvj444p", "yuvj444p"),
+    ".webp": ("libwebp", "yuv420p", "yuv420p"),
+}
+_JPEG_COLOR = ColorTags(range=RANGE_FULL, matrix=MATRIX_BT470BG)
+_WEBP_COLOR = ColorTags(range=1, matrix=MATRIX_BT470BG)
+
+
+class SequenceReader:
+    """Reads numbered pictures as a video of 25 frames a second."""
+
+    def __init__(self, source: Source, trim: Trim) -> None:
+        self.cut_short: str | None = None
+        self.container: InputContainer | None = None
+        self.shift = Fraction(0)
+        self.end: Fraction | None = None
+        rate = DEFAULT_RATE
+        first = 0 if trim.start is None else -int(-trim.start * rate // 1)
+        count = len(source.pictures) - first
+        if trim.duration is not None:
+            count = min(count, -int(-trim.duration * rate // 1))
+        if trim.frames is not None:
+            count = min(count, trim.frames)
+        if count < 1:
+            raise InputError(f"{source.name}: there is no picture in the chosen range")
+        self._pictures = source.pictures[first : first + count]
+        self._named = len({path.stem for path in source.pictures}) == len(source.pictures)
+        with _open_picture(self._pictures[0]) as picture:
+            still = picture.info
+        self.info = replace(
+            still,
+            source=source.name,
+            kind=SourceKind.SEQUENCE,
+            time_base=1 / rate,
+            rate=rate,
+            frame_count=count,
+            start_time=Fraction(0),
+            origin=Fraction(0),
+            duration=count / rate,
+        )
+        self.warnings: list[str] = list(still.warnings)
+
+    def __iter__(self) -> Iterator[Frame | Packet]:
+        for number, path in enumerate(self._pictures):
+            stamp = Stamp(number, 1, self.info.time_base)
+            try:
+                frame = self._read(path)
+            except InputError as error:
+                if number == 0:
+                    raise
+                self.cut_short = f"picture {number + 1} of {len(self._pictures)} can't be used: {error}"
+                return
+            yield Frame(frame.pixels, stamp, path.stem if self._named else None)
+
+    def _read(self, path: Path) -> Frame:
+        with _open_picture(path) as picture:
+            if picture.info.size != self.info.size:
+                (height, width), (first_height, first_width) = picture.info.size, self.info.size
+                raise InputError(
+                    f"{path}: is {width}x{height}, the first picture is {first_width}x{first_height}"
+                )
+            frame = next(item for item in picture if isinstance(item, Frame))
+        return replace(frame, pixels=_same_depth(frame.pixels, deep=self.info.deep))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def _open_picture(path: Path) -> VideoReader:
+    return VideoReader(Source(SourceKind.STILL, str(path)), Trim())
+
+
+def _same_depth(pixels: np.ndarray, *, deep: bool) -> np.ndarray:
+    if deep == (pixels.dtype == np.uint16):
+        return pixels
+    if deep:
+        return pixels.astype(np.uint16) * 257
+    return ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def encode_picture(pixels: np.ndarray, suffix: str) -> bytes:
+    """Return the bytes of a picture file of RGB pixels [H, W, 3], uint8 or uint16."""
+    codec, pixel_format, deep_format = _PICTURE_CODECS[suffix]
+    chosen = deep_format if pixels.dtype == np.uint16 else pixel_format
+    colors = {"mjpeg": _JPEG_COLOR, "libwebp": _WEBP_COLOR}.get(codec, ColorTags(range=RANGE_FULL, matrix=0))
+    frame = FromRgb(chosen, colors)(pixels)
+    context = av.CodecContext.create(codec, "w")
+    assert isinstance(context, av.VideoCodecContext)
+    context.width, context.height, context.pix_fmt = frame.width, frame.height, chosen
+    context.time_base = Fraction(1, 25)
+    context.color_range = colors.range
+    if codec == "mjpeg":
+        context.qmin = context.qmax = 2
+    frame.pts = 0
+    return b"".join(bytes(packet) for packet in [*context.encode(frame), *context.encode(None)])
+
+
+class PictureWriter:
+    """Writes the one frame of a still picture."""
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self._pending = PendingOutput(path, overwrite=overwrite)
+        self._suffix = path.suffix.lower()
+        self.warnings: list[str] = []
+
+    def write(self, frame: Frame) -> None:
+        """Write the picture."""
+        try:
+            self._pending.path.write_bytes(encode_picture(frame.pixels, self._suffix))
+        except (OSError, av.error.FFmpegError) as error:
+            raise write_error(self._pending.final, error) from None
+
+    def copy(self, packet: Packet) -> None:
+        """Pictures hold no other streams."""
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        self._pending.commit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pending.discard()
+
+
+class SequenceWriter:
+    """Writes every frame as a picture file into a folder, or under a pattern like out/f_%05d.png."""
+
+    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        number = re.search(r"%0?(\d*)d", target.name)
+        self._pattern = target.name if number else None
+        folder = target.parent if number else target
+        if not number and target.exists() and not target.is_dir():
+            raise InputError(f"{target}: exists and is not a folder")
+        if not overwrite and folder.is_dir() and self._taken(folder):
+            raise InputError(f"{target}: pictures are there already; choose another folder or overwrite them")
+        self._suffix = Path(target.name).suffix.lower() if number else ".png"
+        self._count = 0
+        self._pending = PendingFiles(folder, create=not number)
+        self.warnings: list[str] = []
+
+    def _taken(self, folder: Path) -> bool:
+        if self._pattern is None:
+            return any(folder.iterdir())
+        number = re.search(r"%0?(\d*)d", self._pattern)
+        assert number is not None
+        left, right = self._pattern[: number.start()], self._pattern[number.end() :]
+        wanted = re.compile(re.escape(left) + r"\d+" + re.escape(right))
+        return any(wanted.fullmatch(path.name) for path in folder.iterdir())
+
+    def write(self, frame: Frame) -> None:
+        """Write one picture: under its source's name, or numbered from 1."""
+        self._count += 1
+        if self._pattern is not None:
+            name = self._pattern % self._count
+        else:
+            name = f"{frame.name or f'frame_{self._count:06d}'}{self._suffix}"
+        try:
+            (self._pending.path / name).write_bytes(encode_picture(frame.pixels, self._suffix))
+        except (OSError, av.error.FFmpegError) as error:
+            raise write_error(self._pending.folder / name, error) from None
+
+    def copy(self, packet: Packet) -> None:
+        """Pictures hold no other streams."""
+
+    def finish(self) -> None:
+        """Move the pictures to their folder."""
+        self._pending.commit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pending.discard()

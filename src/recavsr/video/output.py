@@ -1,0 +1,96 @@
+"""Outputs appear under their final name only when they are complete."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from recavsr.errors import InputError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file got too large for this disk or limit",
+    errno.EACCES: "no permission to write there",
+    errno.EPERM: "no permission to write there",
+    errno.EROFS: "the disk is read-only",
+    errno.EPIPE: "the program that reads the output has stopped",
+    errno.ENAMETOOLONG: "the name is too long",
+}
+
+
+def write_error(name: str | Path, error: Exception) -> InputError:
+    """Return the one-line reason why writing `name` failed."""
+    number = getattr(error, "errno", None)
+    reason = _REASONS.get(number) if number is not None else None
+    return InputError(f"{name}: can't be written ({reason or getattr(error, 'strerror', None) or error})")
+
+
+class PendingOutput:
+    """A file or folder written beside its final place and moved there by `commit`; `discard` removes it."""
+
+    def __init__(self, final: Path, *, overwrite: bool) -> None:
+        self.final = final
+        parent = final.parent
+        if not parent.is_dir():
+            raise InputError(f"{final}: the folder {parent} does not exist")
+        if final.exists() and not overwrite:
+            raise InputError(f"{final}: exists already; choose another name or overwrite it")
+        if final.is_dir():
+            raise InputError(f"{final}: is a folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise InputError(f"{final}: no permission to write into {parent}")
+        self._overwrite = overwrite
+        self.path = _temporary(parent)
+
+    def commit(self) -> None:
+        """Give the finished file its final name."""
+        if self.final.exists() and not self._overwrite:
+            self.discard()
+            raise InputError(f"{self.final}: was made by somebody else meanwhile; nothing was overwritten")
+        try:
+            os.replace(self.path, self.final)
+        except OSError as error:
+            self.discard()
+            raise write_error(self.final, error) from None
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self.path.unlink(missing_ok=True)
+
+
+class PendingFiles:
+    """Numbered files of one folder, written into a temporary folder beside it and moved by `commit`."""
+
+    def __init__(self, folder: Path, *, create: bool) -> None:
+        self.folder = folder
+        self._create = create
+        place = folder.parent if create else folder
+        if not place.is_dir():
+            raise InputError(f"{folder}: the folder {place} does not exist")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise InputError(f"{folder}: no permission to write into {place}")
+        self.path = _temporary(place)
+        self.path.mkdir()
+
+    def commit(self) -> None:
+        """Move the finished files to their folder; others that lie there stay."""
+        try:
+            self.folder.mkdir(exist_ok=True)
+            for path in sorted(self.path.iterdir()):
+                os.replace(path, self.folder / path.name)
+            self.path.rmdir()
+        except OSError as error:
+            self.discard()
+            raise write_error(self.folder, error) from None
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder / f".recavsr-{os.getpid()}-{secrets.token_hex(4)}.part"

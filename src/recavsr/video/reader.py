@@ -1,0 +1,411 @@
+"""Decoding: frames in presentation order with exact times, and the packets of all other streams.
+
+    with open_reader("in.mp4", Trim(start=10)) as reader:
+        for item in reader:        # Frame, or av.Packet of another stream, in file order
+            ...
+        reader.cut_short           # None, or why the source ended early
+
+One pass over the file gives both, so that pipes and live sources work, and memory does not grow.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import TracebackType
+from typing import Protocol, Self
+
+import av
+import av.error
+from av.container import InputContainer
+from av.packet import Packet
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from recavsr.errors import InputError
+from recavsr.video.color import ToRgb
+from recavsr.video.frames import Frame, Stamp, is_opaque
+from recavsr.video.info import DEFAULT_RATE, VideoInfo, choose_stream, describe
+from recavsr.video.source import CountedInput, Source, SourceKind, open_container, resolve
+
+# A stream may end this much before the container says so: durations are rounded, last packets short.
+_END_TOLERANCE = Fraction(1, 2)
+# Sound may lie this much later in the file than the picture of the same time.
+_INTERLEAVE_SLACK = Fraction(10)
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Which part to read: seconds from the beginning of the source, seconds long, or a count of frames."""
+
+    start: Fraction | None = None
+    duration: Fraction | None = None
+    frames: int | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        start: float | str | Fraction | None = None,
+        duration: float | str | Fraction | None = None,
+        frames: int | None = None,
+    ) -> Trim:
+        """Build a Trim from seconds or timecodes ("90", "1:30", "0:01:30.5"); InputError if senseless."""
+        begin = None if start is None else parse_time(start, "start")
+        length = None if duration is None else parse_time(duration, "duration")
+        if length is not None and length <= 0:
+            raise InputError(f"duration must be more than 0, not {duration}")
+        if frames is not None and frames < 1:
+            raise InputError(f"frames must be at least 1, not {frames}")
+        return cls(begin or None, length, frames)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether nothing is cut away."""
+        return self.start is None and self.duration is None and self.frames is None
+
+
+def parse_time(value: float | str | Fraction, what: str) -> Fraction:
+    """Return seconds from a number or a timecode [[HH:]MM:]SS[.fraction]; InputError if it is neither."""
+    text = str(value).strip()
+    if isinstance(value, Fraction):
+        seconds = value
+    elif re.fullmatch(r"(\d+:){0,2}\d+(\.\d*)?|\.\d+", text):
+        seconds = Fraction(0)
+        for part in text.split(":"):
+            seconds = seconds * 60 + Fraction(part)
+    elif isinstance(value, (int, float)) and math.isfinite(value):
+        seconds = Fraction(value)
+    else:
+        raise InputError(f"{what} must be seconds or a timecode like 1:30.5, not {value!r}")
+    if seconds < 0:
+        raise InputError(f"{what} must not be negative, got {value}")
+    return seconds
+
+
+class Reader(Protocol):
+    """A source being read: `info`, then iteration; the last attributes are final when it ends."""
+
+    info: VideoInfo
+    cut_short: str | None
+    warnings: list[str]
+    shift: Fraction  # seconds by which all times were moved
+    end: Fraction | None  # for trimmed sources: other streams end here (shifted seconds)
+
+    @property
+    def container(self) -> InputContainer | None:
+        """Return the opened container, for its streams; picture sequences have none."""
+
+    def __iter__(self) -> Iterator[Frame | Packet]: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_reader(source: str | os.PathLike[str] | Source, trim: Trim | None = None) -> Reader:
+    """Open a source for reading; raises InputError if nothing in it can be decoded."""
+    from recavsr.video.images import SequenceReader
+
+    resolved = source if isinstance(source, Source) else resolve(source)
+    if resolved.kind is SourceKind.SEQUENCE:
+        return SequenceReader(resolved, trim or Trim())
+    return VideoReader(resolved, trim or Trim())
+
+
+class _Clock:
+    """Gives every frame a strictly rising time, also where the file gives none."""
+
+    def __init__(self, stream: VideoStream, first: VideoFrame, rate: Fraction) -> None:
+        self.counts = first.pts is None
+        self.time_base: Fraction = 1 / rate if self.counts else (stream.time_base or 1 / rate)
+        self._usual = max(1, round(1 / rate / self.time_base))
+        self._next = 0
+        self._last: int | None = None
+        self.repaired = 0
+
+    def stamp(self, frame: VideoFrame) -> Stamp:
+        """Return the frame's time."""
+        duration = int(getattr(frame, "duration", 0) or 0) if not self.counts else 1
+        pts = self._next if self.counts or frame.pts is None else frame.pts
+        if self._last is not None and pts <= self._last:
+            pts = self._last + 1
+            self.repaired += 1
+        self._last = pts
+        duration = duration or self._usual
+        self._next = pts + duration
+        return Stamp(pts, duration, self.time_base)
+
+
+class VideoReader:
+    """Reads a container: file, picture, standard input or URL."""
+
+    def __init__(self, source: Source, trim: Trim) -> None:
+        self._source = source
+        self._trim = trim
+        self.cut_short: str | None = None
+        self.shift = Fraction(0)
+        self.end: Fraction | None = None
+        self._bad_packets = 0
+        self._video_packets = 0
+        self._packet_bytes = 0
+        self._last_end = Fraction(0)
+        self._demux_error: str | None = None
+        self._waiting_for_data = False
+        self.container = open_container(source)
+        try:
+            self._stream = self._prepare()
+            self._early: list[Packet] = []  # packets of other streams seen before the first frame
+            self._decoded = self._decode()
+            first = self._first_frame()
+            self.info = describe(source, self.container, self._stream, first)
+            self.warnings: list[str] = list(self.info.warnings)
+            self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep)
+            self._first: VideoFrame | None = first
+        except BaseException:
+            self.container.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Closing under a thread that still waits in a silent pipe would crash; the process's end closes it.
+        if not self._waiting_for_data:
+            self.container.close()
+
+    def __iter__(self) -> Iterator[Frame | Packet]:
+        window = self._begin()
+        clock = _Clock(self._stream, self._first, self.info.rate) if self._first else None
+        count = 0
+        video_ended = False
+        for item in self._items():
+            if isinstance(item, Packet):
+                packet = self._moved(item)
+                if video_ended and self._past_end(packet):
+                    break
+                if packet is not None and packet.stream is not self._stream:
+                    yield packet
+                continue
+            if video_ended:
+                continue
+            assert clock is not None
+            stamp = clock.stamp(item)
+            if window.before(stamp):
+                continue
+            if window.after(stamp) or count == self._trim.frames:
+                video_ended = True
+                self.end = self._end_of_trim(stamp)
+                continue
+            if count == 0:
+                self._set_shift(stamp, window)
+            yield Frame(self._pixels(item), self._shifted(stamp))
+            count += 1
+        self._finish(count, clock, video_ended)
+
+    # -- opening -------------------------------------------------------------------------------------
+
+    def _prepare(self) -> VideoStream:
+        stream = choose_stream(self.container, self._source)
+        if self._source.kind is SourceKind.FILE:
+            stream.thread_type = (
+                "AUTO"  # frame threads delay frames, which a pipe or live source can't afford
+            )
+        return stream
+
+    def _first_frame(self) -> VideoFrame:
+        for item in self._decoded:
+            if isinstance(item, VideoFrame):
+                return item
+            self._early.append(item)
+        reason = self._demux_error or "its video can't be decoded"
+        raise InputError(f"{self._source.name}: nothing could be decoded ({reason})")
+
+    # -- demuxing and decoding -----------------------------------------------------------------------
+
+    def _decode(self) -> Iterator[VideoFrame | Packet]:
+        """Yield decoded frames, packets of other streams, and the video's own packets once decoded."""
+        demuxer = self.container.demux()
+        while True:
+            self._waiting_for_data = True
+            try:
+                packet = next(demuxer)
+            except StopIteration:
+                return
+            except av.error.FFmpegError as error:
+                self._demux_error = f"reading failed: {error.strerror}"
+                packet = None
+            finally:
+                self._waiting_for_data = False
+            if packet is None:  # what the decoder still holds is good
+                yield from self._decode_packet(None)
+                return
+            if packet.stream is self._stream:
+                yield from self._decode_packet(packet)
+            if packet.size and packet.stream is not None:
+                yield packet
+
+    def _decode_packet(self, packet: Packet | None) -> Iterator[VideoFrame]:
+        try:
+            yield from self._stream.decode(packet)
+        except av.error.EOFError:
+            return
+        except (av.error.InvalidDataError, av.error.PatchWelcomeError, av.error.UnknownError):
+            self._bad_packets += 1
+        if packet is not None and packet.size:
+            self._video_packets += 1
+            self._packet_bytes = packet.size
+            if packet.is_corrupt:
+                self._bad_packets += 1
+
+    def _items(self) -> Iterator[VideoFrame | Packet]:
+        yield from self._early
+        self._early = []
+        if self._first is not None:
+            yield self._first
+        yield from self._decoded
+
+    # -- trimming ------------------------------------------------------------------------------------
+
+    def _begin(self) -> _Window:
+        """Seek if there is something to skip, and return the window of times to keep."""
+        info, trim = self.info, self._trim
+        if info.duration is not None and trim.start is not None:
+            reach = info.start_time - info.origin + info.duration
+            if trim.start >= reach:
+                raise InputError(
+                    f"start is {float(trim.start):g} s, but {info.source} ends at {float(reach):.3f} s"
+                )
+        begin = None if trim.start is None else info.origin + trim.start
+        window = _Window(begin, None if trim.duration is None else (begin or info.origin) + trim.duration)
+        if begin is not None and info.kind is SourceKind.FILE and self._first is not None:
+            self._seek(begin)
+        return window
+
+    def _seek(self, begin: Fraction) -> None:
+        """Go to a keyframe before `begin`; where the file can't, read from its beginning."""
+        target = begin - Fraction(1, 2)
+        if self._first is None or self._first.pts is None or target <= self.info.start_time:
+            return
+        try:
+            self.container.seek(math.floor(target / self.info.time_base), stream=self._stream)
+            self._decoded = self._decode()
+            self._early = []
+            first = self._first_frame()
+        except (av.error.FFmpegError, InputError):
+            first = None
+        if first is None or first.pts is None or first.pts * self.info.time_base > begin:
+            self.container.close()
+            self.container = open_container(self._source)
+            self._stream = self._prepare()
+            self._early = []
+            self._decoded = self._decode()
+            first = self._first_frame()
+        self._first = first
+        self._video_packets = 0
+
+    def _set_shift(self, stamp: Stamp, window: _Window) -> None:
+        """Trimmed: the first kept frame is shown at 0. Broadcast clocks, which start anywhere: likewise."""
+        if window.begin is not None:
+            late = stamp.time - window.begin
+            self.shift = -(stamp.time if late < Fraction(stamp.duration) * stamp.time_base else window.begin)
+        elif self.info.container in ("mpegts", "mpeg", "rtsp", "hls"):
+            self.shift = -self.info.origin
+
+    def _shifted(self, stamp: Stamp) -> Stamp:
+        return replace(stamp, pts=stamp.pts + round(self.shift / stamp.time_base)) if self.shift else stamp
+
+    def _moved(self, packet: Packet) -> Packet | None:
+        """Note how far the file was read, and drop packets of other streams that come before a trim."""
+        pts = packet.pts if packet.pts is not None else packet.dts
+        if pts is None or packet.time_base is None:
+            return packet
+        start = pts * packet.time_base
+        self._last_end = max(self._last_end, start + (packet.duration or 0) * packet.time_base)
+        if packet.stream is self._stream or self._trim.start is None:
+            return packet
+        return packet if start >= self.info.origin + self._trim.start else None
+
+    def _end_of_trim(self, after: Stamp) -> Fraction:
+        """Return where other streams end: at the first frame that is not kept (shifted seconds)."""
+        return after.time + self.shift
+
+    def _past_end(self, packet: Packet | None) -> bool:
+        """Say whether nothing before the trim's end can follow in the file."""
+        assert self.end is not None
+        return not self.info.streams or (self._last_end + self.shift > self.end + _INTERLEAVE_SLACK)
+
+    # -- pixels --------------------------------------------------------------------------------------
+
+    def _pixels(self, frame: VideoFrame):  # type: ignore[no-untyped-def]
+        if (frame.height, frame.width) != self.info.coded_size:
+            height, width = self.info.coded_size
+            raise InputError(
+                f"{self.info.source}: the picture size changes from {width}x{height} to "
+                f"{frame.width}x{frame.height} in the middle; split the file there"
+            )
+        if self.info.alpha and not is_opaque(frame):
+            raise InputError(
+                f"{self.info.source}: the picture is transparent in places, which can't be kept; "
+                "flatten it onto a background first"
+            )
+        return self.info.orientation.apply(self._to_rgb(frame))
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def _finish(self, count: int, clock: _Clock | None, trimmed_end: bool) -> None:
+        if count == 0:
+            raise InputError(f"{self.info.source}: there is no frame in the chosen range")
+        if clock is not None and clock.repaired:
+            self.warnings.append(f"{clock.repaired} frames had times out of order and were moved")
+        if trimmed_end:
+            if self._bad_packets:
+                self.cut_short = f"{self._bad_packets} damaged places were skipped"
+            return
+        self.cut_short = self._why_cut_short()
+
+    def _why_cut_short(self) -> str | None:
+        """Return why the source ended before its time, or None: errors, missing samples, missing time."""
+        if self._demux_error:
+            return self._demux_error
+        info = self.info
+        counted_input = self.container.file.file if self.container.file is not None else None
+        if isinstance(counted_input, CountedInput):
+            if counted_input.incomplete(self._video_packets, self._packet_bytes):
+                return f"it breaks off inside frame {self._video_packets + 1}"
+            return None
+        expected = self._stream.frames
+        counted = "mp4" in info.container and expected > 0 and self._trim.start is None
+        if info.duration is not None and not info.still:
+            whole = self.container.duration
+            reach = info.origin + (Fraction(whole, av.time_base) if whole else info.duration)
+            missing = reach - self._last_end
+            if missing > (1 / info.rate if counted and self._video_packets < expected else _END_TOLERANCE):
+                return f"it breaks off {float(missing):.2f} s before its stated end"
+        if counted and self._video_packets < expected and self._bad_packets:
+            return f"{expected - self._video_packets} of {expected} frames are missing"
+        if self._bad_packets:
+            return f"{self._bad_packets} damaged places were skipped"
+        return None
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Times to keep, in the source's own seconds: begin <= t < end, where given."""
+
+    begin: Fraction | None
+    end: Fraction | None
+
+    def before(self, stamp: Stamp) -> bool:
+        return self.begin is not None and stamp.time < self.begin
+
+    def after(self, stamp: Stamp) -> bool:
+        return self.end is not None and stamp.time >= self.end
+
+
+__all__ = ["DEFAULT_RATE", "Reader", "Trim", "VideoReader", "open_reader", "parse_time"]
