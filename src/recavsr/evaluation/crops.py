@@ -28,6 +28,7 @@ from recavsr.evaluation.protocol import (
     open_upscaler,
     opencv,
 )
+from recavsr.stream.load import resolve_device
 
 LABEL_HEIGHT = 22
 GAP = 4
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--crop", required=True, action="append", help="CLIP:DEGRADATION:FRAME:X,Y,W,H")
     parser.add_argument("-o", "--output", required=True, type=Path)
     parser.add_argument("--zoom", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--cache", type=Path, default=weights_folder() / "evaluation")
     options = parser.parse_args(argv)
     try:
@@ -130,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = [request.clip for request in requests if request.clip not in files]
         if unknown:
             raise InputError(f"unknown clip {unknown[0]!r}; choose of {', '.join(files)}")
-        upscalers = [open_upscaler(name, options.device) for name in options.model.split(",")]
+        device = str(resolve_device(options.device))
+        upscalers = [open_upscaler(name, device) for name in options.model.split(",")]
         rows = []
         for request in requests:
             degradation = DEGRADATIONS[request.degradation]

@@ -44,6 +44,9 @@ from recavsr.errors import InputError
 from recavsr.evaluation import metrics
 from recavsr.evaluation.lpips import LPIPS, weights_folder
 from recavsr.evaluation.peers import PEERS, SCALE, Frames, Upscaler, find_peer, open_peer
+from recavsr.stream.load import load, resolve_device
+from recavsr.stream.session import Session
+from recavsr.stream.step import BlockModel
 from recavsr.video.frames import Frame
 from recavsr.video.memory_codec import code_clip
 from recavsr.video.reader import Trim, open_reader
@@ -226,9 +229,8 @@ def _cached_lr(
 # Models -------------------------------------------------------------------------------------------------
 
 
-def session_upscaler(model: Any, name: str, seed: int = 42) -> Upscaler:
+def session_upscaler(model: BlockModel, name: str, seed: int = 42) -> Upscaler:
     """A BlockModel as an Upscaler: the whole clip through one streaming session."""
-    from recavsr.stream.session import Session
 
     def run(lr_frames: Frames) -> Frames:
         height, width = lr_frames.shape[1:3]
@@ -242,10 +244,7 @@ def open_upscaler(name: str, device: str = "cpu", precision: str = "auto") -> Up
     """Open a peer ("bicubic", "animevideov3", "span") or one of our models by name or folder."""
     if name == "bicubic" or name in PEERS:
         return open_peer(name, device=device)
-    import recavsr
-
-    model = recavsr.load(name, device=device, precision=precision)
-    return session_upscaler(model, Path(name).name)
+    return session_upscaler(load(name, device=device, precision=precision), Path(name).name)
 
 
 # Measuring ----------------------------------------------------------------------------------------------
@@ -410,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="29 frames of 320x320, no NIQE, no still scene")
     parser.add_argument("--no-lpips", action="store_true", help="leave LPIPS out")
     parser.add_argument("--weights", help="folder of the LPIPS weights")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--cache", type=Path, default=weights_folder() / "evaluation")
     options = parser.parse_args(argv)
@@ -448,9 +447,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         clips = [clip for clip in clips if clip.stem in wanted]
         if len(clips) != len(wanted):
             raise InputError(f"--clips must name some of {', '.join(HELD_OUT)}")
-    upscalers = [open_upscaler(name, options.device, options.precision) for name in names]
-    lpips = None if options.no_lpips else LPIPS("alex", options.weights).to(options.device)
-    measured_with = environment(options.device)
+    device = str(resolve_device(options.device))
+    upscalers = [open_upscaler(name, device, options.precision) for name in names]
+    lpips = None if options.no_lpips else LPIPS("alex", options.weights).to(device)
+    measured_with = environment(device)
     rows = evaluate(
         upscalers,
         clips,
