@@ -1,7 +1,8 @@
 """Attention over the current block and its history, inside a spatial window: one function.
 
 Shapes: B batch, G key/value heads, R query heads for each of them, T latents (or frames), N cells
-of a grid (rows x columns), D channels of a head.
+of a grid (rows x columns), D channels of a head. Cells come before time, so that what a window
+reads of one cell is one piece of memory.
 
 Every query sees, in every visible latent, the cells of a window around its own cell. Windows are
 per query (stride 1, as in the paper and the released weights), or shared by tiles of
@@ -75,14 +76,14 @@ def windowed_attention(
     window: SpatialWindow,
     time_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend from `query` [B, G, R, Tq, N, D] to `key`, `value` [B, G, Tk, N, D].
+    """Attend from `query` [B, G, N, Tq, R, D] to `key`, `value` [B, G, N, Tk, D].
 
     `time_bias` [Tq, Tk] is added to the scores of each (query latent, key latent) pair, -inf where
     it must not look: block-causal training masks and the router's log prior (Eq. 2). Returns
-    [B, G, R, Tq, N, D]. Raises ValueError where the grid does not fit N.
+    [B, G, N, Tq, R, D]. Raises ValueError where the grid does not fit N.
     """
-    if query.shape[-2] != grid.cells:
-        raise ValueError(f"grid {grid.height}x{grid.width} has {grid.cells} cells, queries have {query.shape[-2]}")
+    if query.shape[2] != grid.cells:
+        raise ValueError(f"a {grid.height}x{grid.width} grid has {grid.cells} cells, not {query.shape[2]}")
     if window.covers(grid):
         return _dense(query, key, value, time_bias)
     return _tiled(query, key, value, grid, window, time_bias)
@@ -103,20 +104,20 @@ def reference_attention(
         for x, column in enumerate(columns):
             seen[y, x, row.start : row.stop, column.start : column.stop] = True
     space = torch.zeros(grid.cells, grid.cells).masked_fill(~seen.view(grid.cells, grid.cells), float("-inf"))
-    scores = torch.einsum("bgrtnd,bgsmd->bgrtnsm", query.float(), key.float()) * query.shape[-1] ** -0.5
-    scores = scores + space.to(scores.device)[:, None, :]
+    scores = torch.einsum("bgntrd,bgmsd->bgrtnms", query.float(), key.float()) * query.shape[-1] ** -0.5
+    scores = scores + space.to(scores.device)[:, :, None]
     if time_bias is not None:
-        scores = scores + time_bias.float()[:, None, :, None]
+        scores = scores + time_bias.float()[:, None, None, :]
     weights = scores.flatten(-2).softmax(-1).view_as(scores)
-    return torch.einsum("bgrtnsm,bgsmd->bgrtnd", weights, value.float()).to(query.dtype)
+    return torch.einsum("bgrtnms,bgmsd->bgntrd", weights, value.float()).to(query.dtype)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, time_bias: Tensor | None) -> Tensor:
     mask = None
     if time_bias is not None:
-        repeats, cells = query.shape[2], query.shape[4]
-        mask = time_bias.to(query.dtype)[None, :, None, :, None]
-        mask = mask.expand(repeats, -1, cells, -1, key.shape[3]).flatten(3, 4).flatten(0, 2)
+        cells, repeats = query.shape[2], query.shape[4]
+        mask = time_bias.to(query.dtype)[None, :, None, None]
+        mask = mask.expand(cells, -1, repeats, cells, -1).flatten(3, 4).flatten(0, 2)
     # Query heads that share a key head become more queries of it: no copy of K and V.
     out = F.scaled_dot_product_attention(query.flatten(2, 4), key.flatten(2, 3), value.flatten(2, 3), mask)
     return out.view_as(query)
@@ -172,30 +173,27 @@ def _tiled(
     query: Tensor, key: Tensor, value: Tensor, grid: Grid, window: SpatialWindow, time_bias: Tensor | None
 ) -> Tensor:
     plan = _tiling(grid, window, query.device)
-    batch, groups, repeats, query_time, _, width = query.shape
-    key_time = key.shape[2]
+    batch, groups = query.shape[:2]
     tiles, tile_cells = plan.query_cells.shape
 
     def gather(x: Tensor, cells: Tensor) -> Tensor:
-        # [B, G, ..., N, D] -> [B, tiles, G, (... cells), D], contiguous for the fused kernels.
-        picked = x.index_select(-2, cells.flatten()).unflatten(-2, cells.shape)
-        return picked.movedim(-3, 1)
+        # [B, G, N, ..., D] -> [B G, tiles, cells of a tile ..., D]; tiles then play the part of heads.
+        picked = x.index_select(2, cells.flatten())
+        return picked.view(batch * groups, tiles, -1, x.shape[-1])
 
-    q = gather(query, plan.query_cells).reshape(batch * tiles, groups, -1, width)
-    k = gather(key, plan.key_cells).reshape(batch * tiles, groups, -1, width)
-    v = gather(value, plan.key_cells).reshape(batch * tiles, groups, -1, width)
     mask = None
     if plan.bias is not None or time_bias is not None:
-        keys = plan.key_cells.shape[1]
+        query_time, repeats = query.shape[3:5]
+        keys, key_time = plan.key_cells.shape[1], key.shape[3]
         mask = query.new_zeros(1, 1, 1, 1, 1, 1)
         if plan.bias is not None:
-            mask = mask + plan.bias.to(query.dtype)[:, None, None, :, None, :]
+            mask = mask + plan.bias.to(query.dtype)[:, :, None, None, :, None]
         if time_bias is not None:
-            mask = mask + time_bias.to(query.dtype)[None, None, :, None, :, None]
-        mask = mask.expand(tiles, repeats, query_time, tile_cells, key_time, keys)
-        mask = mask.reshape(tiles, 1, repeats * query_time * tile_cells, key_time * keys)
-        mask = mask.repeat(batch, 1, 1, 1) if batch > 1 else mask
-    out = F.scaled_dot_product_attention(q, k, v, mask)
-    out = out.view(batch, tiles, groups, repeats, query_time, tile_cells, width)
-    out = out.permute(0, 2, 3, 4, 1, 5, 6).flatten(4, 5)
-    return out.index_select(-2, plan.untile)
+            mask = mask + time_bias.to(query.dtype)[None, None, :, None, None, :]
+        mask = mask.expand(tiles, tile_cells, query_time, repeats, keys, key_time)
+        mask = mask.reshape(1, tiles, tile_cells * query_time * repeats, keys * key_time)
+    out = F.scaled_dot_product_attention(
+        gather(query, plan.query_cells), gather(key, plan.key_cells), gather(value, plan.key_cells), mask
+    )
+    out = out.reshape(batch, groups, tiles * tile_cells, *query.shape[3:])
+    return out.index_select(2, plan.untile)

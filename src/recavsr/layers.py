@@ -48,7 +48,7 @@ class ChannelRMSNorm(nn.Module):
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return layer_norm(x) (1 + scale) + shift, computed in float32, in the dtype of `x`.
 
-    `x` is [B, T, N, C]; `scale` and `shift` are [B or 1, C].
+    `x` is [B, N, T, C]; `scale` and `shift` are [B or 1, C].
     """
     normal = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
     return torch.addcmul(shift[:, None, None], normal, 1 + scale[:, None, None]).to(x.dtype)

@@ -7,10 +7,14 @@ time, rows, columns (128: 44/42/42; Wan2.2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from recavsr.geometry import Grid
 
 THETA = 10_000.0
 
@@ -45,27 +49,38 @@ def angles(positions: Tensor, channels: int) -> Tensor:
     return positions.to(torch.float64)[:, None] * THETA**-exponent
 
 
-def rotation(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) in float32, each value repeated for the two channels of its pair."""
-    cos, sin = angle.cos().float(), angle.sin().float()
-    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+def grid_angles(times: Sequence[int], grid: Grid, split: AxisSplit) -> Tensor:
+    """Return the angles [rows x columns, len(times), channels // 2] of absolute positions, in float64."""
+    time = angles(torch.tensor(times), split.time)
+    down = angles(torch.arange(grid.height), split.rows)
+    across = angles(torch.arange(grid.width), split.columns)
+    shape = (grid.height, grid.width, len(times))
+    parts = (time, down[:, None, None], across[None, :, None])
+    return torch.cat([part.expand(*shape, -1) for part in parts], dim=-1).flatten(0, 1)
 
 
-def spatial_angles(rows: Tensor, columns: Tensor, split: AxisSplit) -> Tensor:
-    """Return the angles [rows x columns, (split.rows + split.columns) // 2] of a grid, row by row."""
-    down, across = angles(rows, split.rows), angles(columns, split.columns)
-    height, width = len(rows), len(columns)
-    return torch.cat(
-        [
-            down[:, None].expand(height, width, -1).reshape(height * width, -1),
-            across[None].expand(height, width, -1).reshape(height * width, -1),
-        ],
-        dim=-1,
-    )
+@lru_cache(maxsize=16)
+def rotation_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
+    """Return exp(i angle) as [N, T, channels // 2, 2] float32 (real, imaginary).
+
+    Angles are reduced modulo 2 pi in float64, so position 10^6 is as exact as position 0: rotating
+    queries and keys by absolute positions equals the paper's advancing time origin (Appendix B.2),
+    since only differences of angles enter a score.
+    """
+    angle = grid_angles(times, grid, split)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).float().to(device)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the adjacent channel pairs of `x` [..., n] by (cos, sin) [..., n] from `rotation`."""
-    pairs = x.unflatten(-1, (-1, 2))
-    turned = torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
-    return x * cos + turned * sin
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate the adjacent channel pairs of `x` [B, N, T, heads, D] by `table` [N, T, D / 2, 2].
+
+    Computed and returned in float32.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))
+    turn = table[:, :, None]
+    if pairs.device.type == "cpu":  # one pass; compilers on other devices fuse the real form better
+        turned = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(turn)
+        return torch.view_as_real(turned).flatten(-2)
+    real, imaginary = pairs.unbind(-1)
+    cos, sin = turn.unbind(-1)
+    return torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).flatten(-2)

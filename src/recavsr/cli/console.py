@@ -1,7 +1,7 @@
 """What the command says, on stderr: one line a fact, or JSON lines with `--json`. Only data goes to stdout.
 
-JSON lines carry an `event`: `message` (text), `progress` (frames, total, fps, remaining_s), `result` (facts
-of what was done) and `error` (text, exit_code).
+JSON lines carry an `event`: `message` (text), `progress` (frames, total, fps, remaining_s), `file` (one of a
+folder: source, output, status, reason), `result` (what was done) and `error` (text, exit_code).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Console:
 
     def say(self, text: str) -> None:
         """Say one fact."""
-        self._line(text, event="message", text=text)
+        self.event(text, event="message", text=text)
 
     def error(self, text: str, exit_code: int) -> None:
         """Say in one line why the command ends with a code other than 0."""
         text = " ".join(text.split())
-        self._line(f"recavsr: {text}", event="error", text=text, exit_code=exit_code)
+        self.event(f"recavsr: {text}", event="error", text=text, exit_code=exit_code)
 
     def result(self, text: str, **facts: Any) -> None:
         """Say what was done; with `--json` as the facts themselves."""
-        self._line(text, event="result", **facts)
+        self.event(text, event="result", **facts)
 
     def progress(self, total: int | None) -> FrameProgress:
         """Return a context manager that shows how far a job of `total` frames has come."""
@@ -56,19 +56,21 @@ class Console:
             return TerminalProgress(self, total)
         return FrameProgress(self, total, _SPARSE_SECONDS)
 
-    def _line(self, plain: str, **facts: Any) -> None:
+    def event(self, plain: str, **facts: Any) -> None:
+        """Say something: `plain`, or with `--json` the facts, which name their `event`."""
         print(json.dumps(facts) if self.json_lines else plain, file=sys.stderr, flush=True)
 
-    def _progress_line(self, facts: Mapping[str, Any]) -> None:
+    def progress_line(self, facts: Mapping[str, Any]) -> None:
+        """Say how far a job has come."""
         of_total = f"/{facts['total']}" if facts["total"] else ""
         left = f", {plain_seconds(facts['remaining_s'])} left" if facts["remaining_s"] is not None else ""
-        self._line(
+        self.event(
             f"{facts['frames']}{of_total} frames, {facts['fps']:.1f} fps{left}", event="progress", **facts
         )
 
 
 class FrameProgress:
-    """Counts frames and says so now and then; the first and the last count are always said."""
+    """Counts frames and says so now and then; the first and the last count above 0 are always said."""
 
     def __init__(self, console: Console, total: int | None, interval: float) -> None:
         self.total = total
@@ -78,7 +80,7 @@ class FrameProgress:
         self._fps: float | None = None
         self._started = time.monotonic()
         self._said_at = -float("inf")
-        self._said_frames = -1
+        self._said_frames = 0
 
     def __enter__(self) -> FrameProgress:
         return self
@@ -92,7 +94,7 @@ class FrameProgress:
         self.total = total or self.total
         self._fps = fps
         now = time.monotonic()
-        if now - self._said_at >= self._interval:
+        if frames and now - self._said_at >= self._interval:
             self._said_at = now
             self._show()
 
@@ -111,7 +113,7 @@ class FrameProgress:
 
     def _show(self) -> None:
         self._said_frames = self.frames
-        self._console._progress_line(self.facts())
+        self._console.progress_line(self.facts())
 
 
 class TerminalProgress(FrameProgress):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Picture = NDArray[np.float32]
+Picture = NDArray[np.floating[Any]]
 Colour = Sequence[float]
 Point = tuple[float, float]
 
@@ -168,7 +169,7 @@ def write(
     for index, character in enumerate(text.upper()):
         origin = left + index * _GLYPH_ADVANCE * unit
         for line in filter(None, _GLYPHS.get(character, _UNKNOWN).split(",")):
-            points = [(origin + int(c) * unit, top + int(r) * unit) for c, r in line.split(" ")]
+            points = [(origin + int(at[0]) * unit, top + int(at[1]) * unit) for at in line.split(" ")]
             stroke(picture, points, max(1.0, weight * size), colour)
 
 

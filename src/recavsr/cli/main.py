@@ -59,6 +59,9 @@ def run(arguments: Sequence[str]) -> int:
     console = Console(json_lines="--json" in arguments)
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="recavsr", standalone_mode=False)
+        # Newer releases of typer turn an interrupt into this code, older ones into Abort.
+        if code == INTERRUPTED:
+            return _fail(console, "interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
     except (InputError, PartialError) as error:
         return _fail(console, str(error), error.exit_code)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +12,7 @@ from recavsr.cli.console import Console, FrameProgress, plain_seconds
 from recavsr.cli.models import resolve
 
 if TYPE_CHECKING:
-    from recavsr.stream.engine import ColorFix, Progress, UpscaleReport
+    from recavsr.stream.engine import Progress, UpscaleReport
 
 
 def command(
@@ -45,36 +46,39 @@ def command(
     json_lines: options.JsonLines = False,
 ) -> int:
     """Upscale a video: every frame, at its time, at exactly the size asked for."""
-    from recavsr.stream.engine import upscale
+    from recavsr.stream.batch import is_video_folder
 
     console = Console(json_lines)
-    show = _ProgressDisplay(console, model)
-    try:
-        report = upscale(
-            source,
-            output,
-            model=resolve(model),
-            scale=scale,
-            size=size,
-            height=height,
-            width=width,
-            seed=seed,
-            start=start,
-            duration=duration,
-            frames=frames,
-            color_fix=cast("ColorFix", color_fix),
-            codec=codec,
-            quality=int(quality) if quality is not None and quality.isdecimal() else quality,
-            preset=preset,
-            overwrite=overwrite,
-            progress=show,
-            dry_run=dry_run,
-            device=device,
-            precision=precision,
-        )
-    finally:
-        show.close()
-    if dry_run:
+    settings: dict[str, Any] = {
+        "model": resolve(model),
+        "scale": scale,
+        "size": size,
+        "height": height,
+        "width": width,
+        "seed": seed,
+        "start": start,
+        "duration": duration,
+        "frames": frames,
+        "color_fix": color_fix,
+        "codec": codec,
+        "quality": int(quality) if quality is not None and quality.isdecimal() else quality,
+        "preset": preset,
+        "device": device,
+        "precision": precision,
+        "overwrite": overwrite,
+        "dry_run": dry_run,
+    }
+    if source != "-" and is_video_folder(source):
+        return _folder(console, source, output, settings)
+    return _file(console, source, output, settings)
+
+
+def _file(console: Console, source: str, output: str | None, settings: dict[str, Any]) -> int:
+    from recavsr.stream.engine import upscale
+
+    with _ProgressDisplay(console, loading=settings["model"]) as show:
+        report = upscale(source, output, progress=show, **settings)
+    if report.dry_run:
         for line in report.plan.lines():
             console.say(line)
         return 0
@@ -86,26 +90,61 @@ def command(
     return report.exit_code
 
 
-class _ProgressDisplay:
-    """Takes the engine's progress and shows it; what shows it is made when the first frame is due."""
+def _folder(console: Console, source: str, output: str | None, settings: dict[str, Any]) -> int:
+    from recavsr.stream.batch import FileResult, FileStatus, upscale_folder
 
-    def __init__(self, console: Console, model: str) -> None:
+    def say(result: FileResult) -> None:
+        # The reason of a failure names the file itself.
+        about = [] if result.status is FileStatus.FAILED else [f"{result.source} -> {result.output}"]
+        about += [result.reason] if result.reason else []
+        console.event(
+            ": ".join([result.status.value, *about]),
+            event="file",
+            source=result.source,
+            output=result.output,
+            status=result.status.value,
+            reason=result.reason,
+        )
+
+    target = output or f"{Path(source).resolve()}_upscaled"
+    with _ProgressDisplay(console, loading=None) as show:
+        report = upscale_folder(source, target, on_file=say, progress=show, **settings)
+    counts = {status.value: report.count(status) for status in FileStatus}
+    text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.result(f"{target}: {text}", output=target, **counts)
+    return report.exit_code
+
+
+class _ProgressDisplay:
+    """Takes the engine's progress and shows it, one display a file, from its first block on."""
+
+    def __init__(self, console: Console, loading: str | None) -> None:
         self._console = console
-        self._model = model
+        self._loading = loading
         self._shown: FrameProgress | None = None
 
     def __call__(self, state: Progress) -> None:
         if state.stage == "loading":
-            self._console.say(f"loading {self._model}")
+            if self._loading:
+                self._console.say(f"loading {self._loading}")
             return
         if self._shown is None:
             self._shown = self._console.progress(state.total)
         self._shown.update(state.frames, state.total, state.rate)
+        if state.stage == "done":
+            self._close()
 
-    def close(self) -> None:
+    def __enter__(self) -> _ProgressDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         """Say the last count, and give the terminal back."""
         if self._shown is not None:
             self._shown.close()
+            self._shown = None
 
 
 def _summary(report: UpscaleReport) -> str:

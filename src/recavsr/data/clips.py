@@ -197,44 +197,56 @@ def _layout(index: PackIndex) -> tuple[list[StoredShot], list[StoredPhoto], int]
     return shots, photos, offset
 
 
-def _to_rgb(planes: Planes) -> Tensor:
-    """Decoded planes -> float32 [3, H, W] in 0..255, chroma by linear interpolation (centre sited)."""
-    luma = torch.from_numpy(planes.luma).float()
-    height, width = luma.shape
+def _to_rgb(planes: Planes, size: tuple[int, int] | None = None) -> Tensor:
+    """Decoded planes -> float32 [3, H, W] in 0..255, chroma by linear interpolation (centre sited).
+
+    size: rows and columns to reduce to (antialiased bicubic, before the conversion, which is linear).
+    """
+    luma = torch.from_numpy(planes.luma)[None, None].float()
     chroma = torch.from_numpy(np.stack((planes.blue, planes.red)))[None].float()
-    chroma = (
-        F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)[0, :, :height, :width]
-        - 128
-    )
+    height, width = luma.shape[-2:]
+    if size is None or size == (height, width):
+        size = (height, width)
+        double = F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)
+        chroma = double[..., :height, :width]
+    else:
+        luma = F.interpolate(luma, size=size, mode="bicubic", antialias=True, align_corners=False)
+        chroma = F.interpolate(chroma, size=size, mode="bicubic", antialias=True, align_corners=False)
+    chroma = chroma[0] - 128
+    y = luma[0, 0]
     if not planes.full_range:
-        luma, chroma = (luma - 16) * (255 / 219), chroma * (255 / 224)
+        y, chroma = (y - 16) * (255 / 219), chroma * (255 / 224)
     red, blue = (0.2126, 0.0722) if planes.matrix == "bt709" else (0.299, 0.114)
     green = 1 - red - blue
     cb, cr = chroma
-    r, b = luma + 2 * (1 - red) * cr, luma + 2 * (1 - blue) * cb
-    return torch.stack((r, (luma - red * r - blue * b) / green, b)).clamp_(0, 255)
-
-
-def _resized(rgb: Tensor, size: tuple[int, int]) -> Tensor:
-    if tuple(rgb.shape[-2:]) == size:
-        return rgb
-    return F.interpolate(rgb[None], size=size, mode="bicubic", antialias=True, align_corners=False)[0].clamp_(
-        0, 255
-    )
+    rgb = torch.empty((3, *size))
+    rgb[0] = y + 2 * (1 - red) * cr
+    rgb[2] = y + 2 * (1 - blue) * cb
+    rgb[1] = y - (2 * (1 - red) * red / green) * cr - (2 * (1 - blue) * blue / green) * cb
+    return rgb.clamp_(0, 255)
 
 
 def _doubled(rgb: Tensor) -> Tensor:
     """[3, h, w] -> [3, 2h-1, 2w-1]: own samples at even places, 8-tap Lanczos between them."""
-    at = torch.arange(-3.5, 4, 1.0)
+    at = torch.arange(0.5, 4, 1.0)
     taps = torch.sinc(at) * torch.sinc(at / 4)
-    taps = (taps / taps.sum()).view(1, 1, 1, 8)
-    for axis in (2, 1):
-        lines = rgb if axis == 2 else rgb.transpose(1, 2)
-        between = F.conv2d(F.pad(lines, (3, 3, 0, 0), mode="replicate")[:, None], taps)[:, 0]
-        woven = lines.new_empty((*lines.shape[:2], 2 * lines.shape[2] - 1))
-        woven[:, :, ::2], woven[:, :, 1::2] = lines, between
-        rgb = woven if axis == 2 else woven.transpose(1, 2)
-    return rgb.clamp(0, 255)
+    near, *far = (taps / (2 * taps.sum())).tolist()
+    for axis in (1, 2):
+        count = rgb.shape[axis]
+        shape = list(rgb.shape)
+        shape[axis] = 2 * count - 1
+        woven = rgb.new_empty(shape)
+        own, between = (woven[:, i::2] if axis == 1 else woven[:, :, i::2] for i in (0, 1))
+        padding = (0, 0, 3, 3) if axis == 1 else (3, 3, 0, 0)
+        padded = F.pad(rgb, padding, mode="replicate")
+        middle = torch.add(padded.narrow(axis, 3, count - 1), padded.narrow(axis, 4, count - 1)).mul_(near)
+        for i, tap in enumerate(far, 1):
+            middle.add_(padded.narrow(axis, 3 - i, count - 1), alpha=tap)
+            middle.add_(padded.narrow(axis, 4 + i, count - 1), alpha=tap)
+        own.copy_(rgb)
+        between.copy_(middle)
+        rgb = woven
+    return rgb.clamp_(0, 255)
 
 
 def _detail(rgb: Tensor) -> np.ndarray:
@@ -263,7 +275,7 @@ def _decode_video(
         frames += 1
         if number not in targets:
             continue
-        rgb = _resized(_to_rgb(planes), video.used_size)
+        rgb = _to_rgb(planes, video.used_size)
         targets[number][:] = _bytes(rgb)
         if number in middles:
             details[middles[number]] = _detail(rgb)
@@ -277,10 +289,10 @@ def _decode_video(
 def _decode_photo(
     folder: Path, pixels: np.ndarray, photo: PackedPhoto, stored: StoredPhoto
 ) -> list[np.ndarray]:
-    rgb = _to_rgb(next(iter(decode_planes(folder / photo.file))))
+    planes = next(iter(decode_planes(folder / photo.file)))
     details = []
     for level, (offset, rows, columns) in enumerate(stored.levels):
-        picture = _resized(rgb, ((rows + 1) // 2, (columns + 1) // 2)) if level else rgb
+        picture = _to_rgb(planes, ((rows + 1) // 2, (columns + 1) // 2))
         pixels[offset : offset + 3 * rows * columns] = _bytes(_doubled(picture)).reshape(-1)
         details.append(_detail(picture))
     return details

@@ -368,18 +368,20 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, with `+` when tracked files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parent
+    """The commit of the source tree, with `+` when its files differ from it; None outside a checkout."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+
+    folder = Path(__file__).resolve().parent.parent
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "diff", "--quiet", "HEAD", "--", "."], cwd=root, capture_output=True
-        ).returncode
-    except (OSError, subprocess.CalledProcessError):
+        # An installed package may lie inside somebody else's repository.
+        if git("ls-files", "--error-unmatch", "evaluation/protocol.py").returncode:
+            return None
+        head = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+        return head + ("+" if git("diff", "--quiet", "HEAD", "--", ".").returncode else "")
+    except OSError:
         return None
-    return head + ("+" if changed else "")
 
 
 def peer_versions(names: Iterable[str]) -> dict[str, Any]:

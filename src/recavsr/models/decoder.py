@@ -11,7 +11,6 @@ groups, R query heads of a group, D channels of a head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import FRAMES_PER_LATENT, Grid
 from recavsr.layers import RMSNorm
 from recavsr.models.lr_projector import unshuffle_frames
-from recavsr.rope import AxisSplit, angles, rotate, rotation, spatial_angles
+from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.state import State
 
 
@@ -108,7 +107,7 @@ class DecoderConfig:
 class GroupHistory(State):
     """Keys (after norm and spatial rotation) and values of one layer's earlier groups of frames."""
 
-    keys: Tensor  # [B, G, frames, N, D]
+    keys: Tensor  # [B, G, N, frames, D] after norm and rotation by absolute position
     values: Tensor
 
 
@@ -117,6 +116,7 @@ class DecoderState(State):
     """What the decoder remembers: one history a layer, None at the start of a stream."""
 
     layers: tuple[GroupHistory | None, ...]
+    next_position: int  # absolute index of the next latent
 
 
 class GroupedAttention(nn.Module):
@@ -138,78 +138,41 @@ class GroupedAttention(nn.Module):
         self.key_norm = RMSNorm(head_width, config.eps)
         self.value_norm = RMSNorm(head_width, config.eps)
 
-    def step(self, history: GroupHistory | None, x: Tensor, grid: Grid) -> tuple[GroupHistory, Tensor]:
-        """Attend for the next frames `x` [B, F, N, C], F a multiple of the group size."""
+    def step(
+        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, grid: Grid
+    ) -> tuple[GroupHistory, Tensor]:
+        """Attend for the next frames `x` [B, N, F, C], F a multiple of the group size."""
         config, size = self.config, self.group_frames
-        space = _spatial_table(grid, self.split, x.device)
-        query = self._turn_in_space(self.query(x), space)
-        query = query.unflatten(1, (config.groups, -1))  # B G R F N D
-        key = self._turn_in_space(self.key(x), space, self.key_norm).to(x.dtype)
-        value = self.value_norm(self._heads(self.value(x)))
-        reach = (config.window_latents - 1) * size
-        if history is None:
-            known_keys, known_values, before = key, value, 0
-        else:
-            known_keys = torch.cat([history.keys, key], dim=2)
-            known_values = torch.cat([history.values, value], dim=2)
-            before = history.keys.shape[2]
-        results, start, frames = [], 0, x.shape[1]
-        while start < frames:
-            past = min(before + start, reach)
-            # Groups with a full past all look alike: they go through as one batch.
-            count = (frames - start) // size if past == reach else 1
+        width = config.width // config.heads
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, width))
+
+        query = rotate(heads(self.query(x)), rotation).to(x.dtype)
+        query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
+        key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
+        key = key.permute(0, 3, 1, 2, 4)
+        value = self.value_norm(heads(self.value(x))).permute(0, 3, 1, 2, 4)
+        before = 0
+        if history is not None:
+            before = history.keys.shape[3]
+            key = torch.cat([history.keys, key], dim=3)
+            value = torch.cat([history.values, value], dim=3)
+        reach, frames = (config.window_latents - 1) * size, x.shape[2]
+        results = []
+        for start in range(0, frames, size):
+            end = before + start + size
+            seen = slice(max(0, end - size - reach), end)
             results.append(
-                self._attend(
-                    query[:, :, :, start : start + count * size],
-                    known_keys[:, :, before + start - past : before + start + count * size],
-                    known_values[:, :, before + start - past : before + start + count * size],
-                    past,
-                    count,
-                    grid,
+                windowed_attention(
+                    query[:, :, :, start : start + size], key[..., seen, :], value[..., seen, :], grid, config.window
                 )
             )
-            start += count * size
         out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
-        out = out.flatten(1, 2).permute(0, 2, 3, 1, 4).flatten(3)
+        out = out.permute(0, 2, 3, 1, 4, 5).flatten(3)
         keep = min(before + frames, reach)
-        kept = GroupHistory(*(y[:, :, y.shape[2] - keep :].clone() for y in (known_keys, known_values)))
+        kept = GroupHistory(*(y[..., y.shape[3] - keep :, :].clone() for y in (key, value)))
         return kept, self.output(out)
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, past: int, count: int, grid: Grid
-    ) -> Tensor:
-        """Attend `count` groups of queries [B, G, R, count size, N, D], each to its window of groups.
-
-        `keys` and `values` [B, G, past + count size, N, D] hold the past of the first group as well.
-        """
-        size, batch = self.group_frames, query.shape[0]
-        span = past + size
-        # Times count from the start of the group, so the window may move along an endless stream.
-        time = _time_table(-past, span, self.split.time, query.device)
-        windows = keys.unfold(2, span, size).permute(0, 2, 1, 5, 3, 4).flatten(0, 1)  # B count, G span N D
-        windows = self._turn_in_time(windows, time).to(values.dtype)
-        value_windows = values.unfold(2, span, size).permute(0, 2, 1, 5, 3, 4).flatten(0, 1)
-        groups = query.unflatten(3, (count, size)).permute(0, 3, 1, 2, 4, 5, 6).flatten(0, 1)
-        groups = self._turn_in_time(groups, tuple(t[past:] for t in time)).to(values.dtype)
-        out = windowed_attention(groups, windows, value_windows, grid, self.config.window)
-        return out.unflatten(0, (batch, count)).permute(0, 2, 3, 1, 4, 5, 6).flatten(3, 4)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        width = self.config.width // self.config.heads
-        return x.unflatten(-1, (-1, width)).permute(0, 3, 1, 2, 4)
-
-    def _turn_in_space(
-        self, x: Tensor, space: tuple[Tensor, Tensor], norm: RMSNorm | None = None
-    ) -> Tensor:
-        heads = self._heads(x)
-        heads = norm.in_float32(heads) if norm else heads.float()
-        still, turning = heads.split([self.split.time, self.split.rows + self.split.columns], dim=-1)
-        return torch.cat([still, rotate(turning, *space)], dim=-1)
-
-    def _turn_in_time(self, x: Tensor, time: tuple[Tensor, ...]) -> Tensor:
-        turning, still = x.float().split([self.split.time, self.split.rows + self.split.columns], dim=-1)
-        cos, sin = time
-        return torch.cat([rotate(turning, cos[:, None], sin[:, None]), still], dim=-1)
 
 
 class SwiGLU(nn.Module):
@@ -236,9 +199,11 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = RMSNorm(config.width, config.eps)
         self.feed_forward = SwiGLU(config.width, int(config.width * config.ffn_ratio))
 
-    def step(self, history: GroupHistory | None, x: Tensor, grid: Grid) -> tuple[GroupHistory, Tensor]:
-        """Apply to the next frames [B, F, N, C]."""
-        history, attended = self.attention.step(history, self.attention_norm(x), grid)
+    def step(
+        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, grid: Grid
+    ) -> tuple[GroupHistory, Tensor]:
+        """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions."""
+        history, attended = self.attention.step(history, self.attention_norm(x), rotation, grid)
         x = x + attended
         return history, x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -254,9 +219,9 @@ class LinearHead(nn.Module):
         self.outer = nn.Linear(hidden, 3 * config.latent_stride**2)
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
-        """Turn cells [B, F, N, C] into frames [B, 3, F, s H, s W]."""
-        pixels = self.outer(F.silu(self.inner(x))).unflatten(2, (grid.height, grid.width))
-        return F.pixel_shuffle(pixels.permute(0, 1, 4, 2, 3), self.stride).transpose(1, 2)
+        """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
+        pixels = self.outer(F.silu(self.inner(x))).unflatten(1, (grid.height, grid.width))
+        return F.pixel_shuffle(pixels.permute(0, 3, 4, 1, 2), self.stride).transpose(1, 2)
 
 
 class ConvolutionalHead(nn.Module):
@@ -277,9 +242,9 @@ class ConvolutionalHead(nn.Module):
         self.outer = nn.Conv2d(channels, pixels, 3, padding=1)
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
-        """Turn cells [B, F, N, C] and LR frames [B, 3, F, s H, s W] into frames of that size."""
-        batch, frames = x.shape[:2]
-        cells = self.inner(x).unflatten(2, (grid.height, grid.width)).permute(0, 1, 4, 2, 3).flatten(0, 1)
+        """Turn cells [B, N, F, C] and LR frames [B, 3, F, s H, s W] into frames of that size."""
+        batch, frames = x.shape[0], x.shape[2]
+        cells = self.inner(x).unflatten(1, (grid.height, grid.width)).permute(0, 3, 4, 1, 2).flatten(0, 1)
         base = lr_frames.transpose(1, 2).flatten(0, 1)
         picture = F.pixel_unshuffle(base, self.factor).to(x.dtype)
         hidden = F.pixel_shuffle(cells, self.opening) + self.stem(picture)
@@ -314,7 +279,7 @@ class FlashDecoder(nn.Module):
 
     def start(self) -> DecoderState:
         """Return the state before the first latent of a stream."""
-        return DecoderState((None,) * (self.config.depth + self.config.refinement_depth))
+        return DecoderState((None,) * (self.config.depth + self.config.refinement_depth), 0)
 
     def step(
         self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
@@ -325,43 +290,35 @@ class FlashDecoder(nn.Module):
         their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
         [B, 3, F, s H, s W], not clamped, in float32.
         """
-        starting = state.layers[0] is None
         dtype = self.latent_projection.weight.dtype
         batch, _, latents, height, width = sr_latents.shape
         grid = Grid(height, width)
-        lead = FRAMES_PER_LATENT - 1 if starting else 0
+        lead = FRAMES_PER_LATENT - 1 if state.next_position == 0 else 0
         if lr_frames.shape[2] + lead != FRAMES_PER_LATENT * latents:
             raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
         if lead:  # the first latent stands for one frame, shown as the last of its four
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
-        stem = self.lr_stem(unshuffle_frames(lr_frames.to(dtype), self.config.latent_stride)
-                            .flatten(3).permute(0, 2, 3, 1))  # B F N lr
-        grouped = stem.unflatten(1, (latents, FRAMES_PER_LATENT)).transpose(2, 3).flatten(3)
+        stem = unshuffle_frames(lr_frames.to(dtype), self.config.latent_stride).flatten(3)
+        stem = self.lr_stem(stem.permute(0, 3, 2, 1))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
-        x = self.latent_projection(x.flatten(3).permute(0, 2, 3, 1)) + self.lr_early_projection(grouped)
+        x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1))
+        x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
 
+        first = state.next_position
+        split = self.backbone[0].attention.split if self.backbone else self.refinement[0].attention.split
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
+        turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device)
         for layer in self.backbone:
-            history, x = layer.step(next(past), x, grid)
+            history, x = layer.step(next(past), x, turn, grid)
             histories.append(history)
-        x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1))
-        x = x.transpose(2, 3).flatten(1, 2) + self.lr_late_projection(stem)
+        x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
+        x = x + self.lr_late_projection(stem)
+        frames_at = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
+        turn = rotation_table(tuple(frames_at), grid, split, x.device)
         for layer in self.refinement:
-            history, x = layer.step(next(past), x, grid)
+            history, x = layer.step(next(past), x, turn, grid)
             histories.append(history)
-        frames = self.head(x[:, lead:], grid, lr_frames[:, :, lead:]).float()
-        return DecoderState(tuple(histories)), frames
-
-
-@lru_cache(maxsize=64)
-def _spatial_table(grid: Grid, split: AxisSplit, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = rotation(spatial_angles(torch.arange(grid.height), torch.arange(grid.width), split))
-    return table[0].to(device), table[1].to(device)
-
-
-@lru_cache(maxsize=64)
-def _time_table(first: int, count: int, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = rotation(angles(torch.arange(first, first + count), channels))
-    return table[0].to(device), table[1].to(device)
+        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:]).float()
+        return DecoderState(tuple(histories), first + latents), frames

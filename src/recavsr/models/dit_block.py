@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from recavsr.attention import SpatialWindow, windowed_attention
 from recavsr.geometry import Grid
 from recavsr.layers import RMSNorm, gated_residual, modulated_norm
+from recavsr.models.kv_history import KVHistory
 from recavsr.rope import AxisSplit, rotate
 
 
@@ -25,23 +26,6 @@ class LayerCondition:
     modulation: Tensor  # [B or 1, 6, C] float32: shift, scale, gate of attention, then of the FFN
     cross_keys: Tensor  # [B or 1, H, L, D]
     cross_values: Tensor  # [B or 1, H, L, D]
-
-
-@dataclass(frozen=True)
-class TokenRotation:
-    """Rotary tables of one call, as (cos, sin) in float32."""
-
-    spatial: tuple[Tensor, Tensor]  # [N, rows + columns channels]
-    query_time: tuple[Tensor, Tensor]  # [T, time channels]
-
-
-@dataclass(frozen=True)
-class VisiblePast:
-    """Keys and values of earlier latents that a layer may look at, and their temporal rotation."""
-
-    keys: Tensor  # [B, H, S, N, D] after norm and spatial rotation
-    values: Tensor  # [B, H, S, N, D]
-    time: tuple[Tensor, Tensor]  # [S, time channels]
 
 
 class SelfAttention(nn.Module):
@@ -61,42 +45,31 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: TokenRotation,
-        past: VisiblePast | None,
+        rotation: Tensor,
+        history: KVHistory | None,
         grid: Grid,
         window: SpatialWindow,
         time_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend from `x` [B, T, N, C].
+        """Attend from `x` [B, N, T, C] to itself and the history.
 
-        Returns the result [B, T, N, C] and this call's own keys and values [B, H, T, N, D], the keys
-        without their temporal rotation: what a history stores.
+        `rotation` is the table of these tokens' absolute positions. Returns the result [B, N, T, C]
+        and this call's own keys and values [B, H, N, T, D], as a history stores them.
         """
-        query = self._with_spatial_rotation(self.norm_q.in_float32(self.to_q(x)), rotation.spatial)
-        key = self._with_spatial_rotation(self.norm_k.in_float32(self.to_k(x)), rotation.spatial).to(x.dtype)
-        value = self._heads(self.to_v(x))
-        rotated_query = self._with_time_rotation(query, rotation.query_time).to(x.dtype)
-        keys = self._with_time_rotation(key.float(), rotation.query_time).to(x.dtype)
-        values = value
-        if past is not None:
-            past_keys = self._with_time_rotation(past.keys.float(), past.time).to(x.dtype)
-            keys = torch.cat([past_keys, keys], dim=2)
-            values = torch.cat([past.values, values], dim=2)
-        out = windowed_attention(rotated_query.unsqueeze(2), keys, values, grid, window, time_bias)
-        out = out.squeeze(2).permute(0, 2, 3, 1, 4).flatten(3)
-        return self.to_out(out), key, value
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).permute(0, 3, 1, 2, 4)
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.heads, -1))
 
-    def _with_spatial_rotation(self, x: Tensor, spatial: tuple[Tensor, Tensor]) -> Tensor:
-        still, turning = self._heads(x).split([self.split.time, self.split.rows + self.split.columns], dim=-1)
-        return torch.cat([still, rotate(turning, *spatial)], dim=-1)
-
-    def _with_time_rotation(self, x: Tensor, time: tuple[Tensor, Tensor]) -> Tensor:
-        turning, still = x.split([self.split.time, self.split.rows + self.split.columns], dim=-1)
-        cos, sin = time
-        return torch.cat([rotate(turning, cos[:, None], sin[:, None]), still], dim=-1)
+        query = rotate(heads(self.norm_q.in_float32(self.to_q(x))), rotation).to(x.dtype)
+        key = rotate(heads(self.norm_k.in_float32(self.to_k(x))), rotation).to(x.dtype)
+        key, value = key.permute(0, 3, 1, 2, 4), heads(self.to_v(x)).permute(0, 3, 1, 2, 4)
+        keys, values = key, value
+        if history is not None:
+            keys = torch.cat([history.keys, key], dim=3)
+            values = torch.cat([history.values, value], dim=3)
+        query = query.permute(0, 3, 1, 2, 4).unsqueeze(4)
+        out = windowed_attention(query, keys, values, grid, window, time_bias).squeeze(4)
+        return self.to_out(out.permute(0, 2, 3, 1, 4).flatten(3)), key, value
 
 
 class CrossAttention(nn.Module):
@@ -119,12 +92,12 @@ class CrossAttention(nn.Module):
         return tuple(x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (key, value))  # type: ignore[return-value]
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend from `x` [B, T, N, C] to the prompt's keys and values [B or 1, H, L, D]."""
-        batch, latents, tokens, _ = x.shape
+        """Attend from `x` [B, N, T, C] to the prompt's keys and values [B or 1, H, L, D]."""
+        batch, tokens, latents, _ = x.shape
         query = self.norm_q(self.to_q(x)).flatten(1, 2).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         keys, values = (y.expand(batch, -1, -1, -1) for y in (keys, values))
         out = F.scaled_dot_product_attention(query, keys, values)
-        return self.to_out(out.transpose(1, 2).flatten(2).unflatten(1, (latents, tokens)))
+        return self.to_out(out.transpose(1, 2).flatten(2).unflatten(1, (tokens, latents)))
 
 
 class FeedForward(nn.Module):
@@ -161,16 +134,16 @@ class DiTBlock(nn.Module):
         self,
         x: Tensor,
         condition: LayerCondition,
-        rotation: TokenRotation,
-        past: VisiblePast | None,
+        rotation: Tensor,
+        history: KVHistory | None,
         grid: Grid,
         window: SpatialWindow,
         time_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer to `x` [B, T, N, C]; also return its keys and values [B, H, T, N, D]."""
+        """Apply the layer to `x` [B, N, T, C]; also return its keys and values [B, H, N, T, D]."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = condition.modulation.unbind(1)
         attended, keys, values = self.self_attention(
-            modulated_norm(x, scale_a, shift_a, self.eps), rotation, past, grid, window, time_bias
+            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, grid, window, time_bias
         )
         x = gated_residual(x, attended, gate_a)
         x = x + self.cross_attention(self._cross_norm(x), condition.cross_keys, condition.cross_values)

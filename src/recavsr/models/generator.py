@@ -6,7 +6,6 @@ Shapes: B batch, T latents of a call, H W latent rows and columns, N tokens of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from recavsr.cache_policy import PAPER_SCHEDULE, Schedule, visible_after_blocks
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
 from recavsr.layers import sinusoid
-from recavsr.models.dit_block import DiTBlock, LayerCondition, TokenRotation, VisiblePast
+from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import KVHistory, extend
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
-from recavsr.rope import AxisSplit, angles, rotation, spatial_angles
+from recavsr.rope import AxisSplit, rotation_table
 from recavsr.state import State
 
 ONE_STEP = 1000.0
@@ -44,7 +43,6 @@ class GeneratorConfig:
     latent_channels: int = 48
     patch: int = 2
     latent_stride: int = 16
-    time_origin_span: int = 22  # latents of a training clip: temporal rotation angles stay below it
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -185,6 +183,7 @@ class Generator(nn.Module):
     def __init__(self, config: GeneratorConfig) -> None:
         super().__init__()
         self.config = config
+        self._split = AxisSplit.wan(config.head_width)
         patch = (1, config.patch, config.patch)
         self.patch_embedding = nn.Conv3d(config.latent_channels, config.width, patch, patch)
         self.embedding = TimeTextEmbedding(config)
@@ -225,22 +224,13 @@ class Generator(nn.Module):
         recycled = _aligned(state.recycled, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
 
-        origin = max(0, positions[-1] + 1 - config.time_origin_span)
-        split = self.blocks[0].self_attention.split
-        turn = TokenRotation(
-            _spatial_table(grid, split, x.device),
-            _time_table(tuple(p - origin for p in positions), split.time, x.device),
-        )
+        turn = rotation_table(positions, grid, self._split, x.device)
         histories: list[KVHistory | None] = []
         rule = config.schedule.anchor_rule
         for block, action, constants, history in zip(
             self.blocks, config.schedule.actions, condition.layers, state.layers
         ):
-            past = None
-            if history is not None:
-                times = tuple(p - origin for p in history.positions)
-                past = VisiblePast(history.keys, history.values, _time_table(times, split.time, x.device))
-            x, keys, values = block(x, constants, turn, past, grid, config.window)
+            x, keys, values = block(x, constants, turn, history, grid, config.window)
             histories.append(extend(history, keys, values, positions, action, rule))
         sr_latents = noise - self._predict(x, condition, grid).float()
         after = GeneratorState(
@@ -267,10 +257,7 @@ class Generator(nn.Module):
         latents = noisy.shape[2]
         _, lr_tokens = self.lr_projector.step(LRProjectorState(), lr_frames)
         x, grid = self._embed(noisy, lr_tokens, recycled)
-        split = self.blocks[0].self_attention.split
-        turn = TokenRotation(
-            _spatial_table(grid, split, x.device), _time_table(tuple(range(latents)), split.time, x.device)
-        )
+        turn = rotation_table(tuple(range(latents)), grid, self._split, x.device)
         if time_bias is None:
             time_bias = tuple(
                 bias.to(x.device) for bias in schedule_visibility(self.config.schedule, plan, latents)
@@ -280,48 +267,35 @@ class Generator(nn.Module):
         return self._predict(x, condition, grid)
 
     def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
-        """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, T, N, C], and the token grid."""
+        """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, N, T, C], and the token grid."""
         dtype = self.patch_embedding.weight.dtype
         patch = self.config.patch
         grid = Grid(noisy.shape[3] // patch, noisy.shape[4] // patch)
-        if lr_tokens.shape[1:3] != (noisy.shape[2], grid.cells):
+        if lr_tokens.shape[1:3] != (grid.cells, noisy.shape[2]):
             raise ValueError(
-                f"LR frames give {lr_tokens.shape[1]} latents of {lr_tokens.shape[2]} tokens, "
+                f"LR frames give {lr_tokens.shape[2]} latents of {lr_tokens.shape[1]} tokens, "
                 f"the noise has {noisy.shape[2]} of {grid.cells}"
             )
         tokens = self._patch(noisy.to(dtype)) + lr_tokens
         return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
 
     def _patch(self, latents: Tensor) -> Tensor:
-        """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, T, N, width]."""
+        """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, N, T, width]."""
         p = self.config.patch
         x = latents.unflatten(4, (-1, p)).unflatten(3, (-1, p))  # B C T h p w p
-        x = x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(2, 3)
+        x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2)
         return F.linear(x, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
 
     def _predict(self, x: Tensor, condition: Condition, grid: Grid) -> Tensor:
-        """Apply the head: tokens [B, T, N, C] to the prediction [B, latent channels, T, H, W]."""
+        """Apply the head: tokens [B, N, T, C] to the prediction [B, latent channels, T, H, W]."""
         # The head's shift and scale are values of the model's dtype, unlike the blocks' modulation.
         table = (self.modulation + condition.time_embedding[:, None]).to(x.dtype)
         shift, scale = table[:, 0, None, None], 1 + table[:, 1, None, None]
         normal = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.eps)
         out = self.head((normal * scale + shift).to(x.dtype))
         p = self.config.patch
-        out = out.unflatten(3, (p, p, -1)).unflatten(2, (grid.height, grid.width))  # B T h w p p C
-        return out.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
-
-
-@lru_cache(maxsize=64)
-def _spatial_table(grid: Grid, split: AxisSplit, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = rotation(spatial_angles(torch.arange(grid.height), torch.arange(grid.width), split))
-    return table[0].to(device), table[1].to(device)
-
-
-@lru_cache(maxsize=256)
-def _time_table(positions: tuple[int, ...], channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    # Positions count from the moving origin, so a long stream meets few different tuples.
-    table = rotation(angles(torch.tensor(positions), channels))
-    return table[0].to(device), table[1].to(device)
+        out = out.unflatten(3, (p, p, -1)).unflatten(1, (grid.height, grid.width))  # B h w T p p C
+        return out.permute(0, 6, 3, 1, 4, 2, 5).flatten(5).flatten(3, 4)
 
 
 def _aligned(recycled: Tensor | None, noise: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from recavsr.state import State
 class KVHistory(State):
     """Keys and values of the kept latents of one layer, ascending by position.
 
-    Keys are stored after their norm and the spatial rotation; the temporal rotation is applied when
-    they are read, so a stream has no length limit.
+    Keys are stored after their norm and their rotation by absolute position (see
+    `rope.rotation_table` for why a stream has no length limit).
     """
 
-    keys: Tensor  # [B, G, T, N, D]
-    values: Tensor  # [B, G, T, N, D]
+    keys: Tensor  # [B, G, N, T, D]
+    values: Tensor  # [B, G, N, T, D]
     positions: tuple[int, ...]  # absolute latent indices, T of them
 
 
@@ -34,7 +34,7 @@ def extend(
 ) -> KVHistory | None:
     """Return the history after a block: what `action` keeps of the old and the new latents.
 
-    `keys` and `values` [B, G, T, N, D] come from the block's own single pass, at `positions`.
+    `keys` and `values` [B, G, N, T, D] come from the block's own single pass, at `positions`.
     Returns None where the action keeps nothing.
     """
     known = (history.positions if history else ()) + positions
@@ -47,9 +47,9 @@ def extend(
     def pick(old: Tensor | None, new: Tensor) -> Tensor:
         parts = [_planes(old, [i for i in index if i < from_old])] if old is not None else []
         parts.append(_planes(new, [i - from_old for i in index if i >= from_old]))
-        parts = [part for part in parts if part.shape[2]]
+        parts = [part for part in parts if part.shape[3]]
         # A copy, also of a single part: the history must not keep the whole block alive.
-        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0].clone()
+        return torch.cat(parts, dim=3) if len(parts) > 1 else parts[0].clone()
 
     return KVHistory(
         pick(history.keys if history else None, keys), pick(history.values if history else None, values), kept
@@ -57,9 +57,9 @@ def extend(
 
 
 def _planes(x: Tensor, index: list[int]) -> Tensor:
-    """Select latents of [B, G, T, N, D] by index: a slice where they are consecutive."""
+    """Select latents of [B, G, N, T, D] by index: a slice where they are consecutive."""
     if not index:
-        return x[:, :, :0]
+        return x[..., :0, :]
     if index[-1] - index[0] + 1 == len(index):
-        return x[:, :, index[0] : index[-1] + 1]
-    return torch.cat([x[:, :, i : i + 1] for i in index], dim=2)
+        return x[..., index[0] : index[-1] + 1, :]
+    return torch.cat([x[..., i : i + 1, :] for i in index], dim=3)

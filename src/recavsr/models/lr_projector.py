@@ -39,7 +39,7 @@ class LRProjector(nn.Module):
     def step(self, state: LRProjectorState, lr_frames: Tensor) -> tuple[LRProjectorState, Tensor]:
         """Project the next frames [B, 3, F, H, W] in [-1, 1] at output size.
 
-        Returns tokens [B, T, N, C], T being the latents that fell due (1 + (F - 1) // 4 at the start).
+        Returns tokens [B, N, T, C], T being the latents that fell due (1 + (F - 1) // 4 at the start).
         """
         x = unshuffle_frames(lr_frames, self.latent_stride)
         first, x = self.conv1.step(state.first, x)
@@ -49,7 +49,7 @@ class LRProjector(nn.Module):
             second, x = self.conv2.step(second, x)
         else:
             x = x.new_empty(x.shape[0], self.conv2.weight.shape[0], 0, 1, 1)
-        tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 2, 3, 1)
+        tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 3, 2, 1)
         return LRProjectorState(first, second), self.out_proj(tokens)
 
 
