@@ -291,7 +291,7 @@ def _decode_photo(
 ) -> list[np.ndarray]:
     planes = next(iter(decode_planes(folder / photo.file)))
     details = []
-    for level, (offset, rows, columns) in enumerate(stored.levels):
+    for offset, rows, columns in stored.levels:
         picture = _to_rgb(planes, ((rows + 1) // 2, (columns + 1) // 2))
         pixels[offset : offset + 3 * rows * columns] = _bytes(_doubled(picture)).reshape(-1)
         details.append(_detail(picture))
@@ -505,12 +505,12 @@ class ClipSource:
             return self._render_video(spec, frames, size)
         if spec.motion is None:
             raise InputError("a photo clip needs a camera motion")
-        clip, _ = self._sample_plane(spec.source, spec.motion, spec, frames, size)
+        clip = self._sample_plane(spec.source, spec.motion, spec, frames, size)
         if spec.cutout is not None:
-            front, points = self._sample_plane(spec.cutout.photo, spec.cutout.motion, spec, frames, size)
-            clip = torch.lerp(
-                clip, front, _cutout_mask(points, torch.from_numpy(_cutout_row(spec.cutout)))[:, None]
-            )
+            front = self._sample_plane(spec.cutout.photo, spec.cutout.motion, spec, frames, size)
+            matrices = torch.from_numpy(_doubled_matrices(spec.cutout.motion, frames, size, spec.mirror))
+            mask = _cutout_mask(_points(matrices, size), torch.from_numpy(_cutout_row(spec.cutout)))
+            clip = torch.lerp(clip, front, mask[:, None])
         return clip
 
     def _render_video(self, spec: ClipSpec, frames: int, size: int) -> Tensor:
@@ -532,21 +532,25 @@ class ClipSource:
 
     def _sample_plane(
         self, photo: int, motion: CameraMotion, spec: ClipSpec, frames: int, size: int
-    ) -> tuple[Tensor, Tensor]:
-        """A photo under a motion [T, 3, S, S], and the sampled points in its doubled plane [T, 2, S, S]."""
+    ) -> Tensor:
+        """A photo under a motion: [T, 3, S, S] in [0, 1]."""
         offset, rows, columns = self.photos[photo].levels[motion.level]
-        points = _points(torch.from_numpy(_doubled_matrices(motion, frames, size, spec.mirror)), size)
-        low = points.amin((0, 2, 3)).floor().long().tolist()
-        high = points.amax((0, 2, 3)).ceil().long().tolist()
-        x0, y0 = max(min(low[0], columns - 2), 0), max(min(low[1], rows - 2), 0)
-        x1, y1 = min(max(high[0] + 1, x0 + 2), columns), min(max(high[1] + 1, y0 + 2), rows)
+        matrices = _doubled_matrices(motion, frames, size, spec.mirror).astype(np.float64)
+        corners = (
+            matrices @ np.array(((0, 0, 1), (size - 1, 0, 1), (0, size - 1, 1), (size - 1, size - 1, 1))).T
+        )
+        low, high = np.floor(corners.min((0, 2))).astype(int), np.ceil(corners.max((0, 2))).astype(int) + 1
+        x0, y0 = min(max(low[0], 0), columns - 2), min(max(low[1], 0), rows - 2)
+        x1, y1 = min(max(high[0], x0 + 2), columns), min(max(high[1], y0 + 2), rows)
         stored = self.pixels[offset : offset + 3 * rows * columns].reshape(3, rows, columns)
-        window = torch.from_numpy(np.array(stored[:, y0:y1, x0:x1]))[None].float()
-        extent = torch.tensor((x1 - x0 - 1, y1 - y0 - 1), dtype=torch.float32)
-        corner = torch.tensor((x0, y0), dtype=torch.float32)
-        grid = (points.permute(0, 2, 3, 1).reshape(1, frames * size, size, 2) - corner) * (2 / extent) - 1
-        clip = F.grid_sample(window, grid, mode="bilinear", padding_mode="border", align_corners=True)
-        return clip.view(3, frames, size, size).transpose(0, 1).div(255), points
+        window = torch.from_numpy(np.array(stored[:, y0:y1, x0:x1]))[None].float().div_(255)
+        # grid_sample's coordinates: -1 and 1 are the window's first and last samples.
+        matrices[:, :, 2] -= (x0, y0)
+        matrices *= np.array((2 / (x1 - x0 - 1), 2 / (y1 - y0 - 1)))[:, None]
+        matrices[:, :, 2] -= 1
+        grid = torch.stack(_points(torch.from_numpy(matrices.astype(np.float32)), size).unbind(1), -1)
+        window = window.expand(frames, -1, -1, -1)
+        return F.grid_sample(window, grid, mode="bilinear", padding_mode="border", align_corners=True)
 
 
 def _fill_cache(folder: Path, place: Path, index: PackIndex, processes: int) -> None:

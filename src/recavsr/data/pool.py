@@ -103,7 +103,7 @@ def _work(
             for pair in make_pairs(source, settings, seed, index):
                 header = pickle.dumps((pair.spec, pair.degradation.scale, tuple(pair.lr.shape)))
                 connection.send_bytes(header)
-                connection.send_bytes(pair.lr.numpy().data)
+                connection.send_bytes(pair.lr.flatten().numpy().data)
             index += step
     except (BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return
