@@ -1,1 +1,1 @@
-"""The command line: `recavsr upscale`, `demo`, `doctor`, `models`, `route`."""
+"""The command line: `recavsr upscale`, `demo`, `evaluate`, `doctor`, `models`, `route`."""

@@ -30,7 +30,7 @@ Facts = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def generator_config(model: str) -> GeneratorConfig:
     """Return the generator's sizes and schedule; no weights are read, so recavsr-5b needs none."""
-    from recavsr.models.generator import recavsr_5b
+    from recavsr.models.presets import recavsr_5b
     from recavsr.models.weights import ModelFolder
     from recavsr.stream.load import model_folder
 
