@@ -133,8 +133,14 @@ class _Tiling:
     bias: Tensor | None  # [tiles, q, k] 0 or -inf; None where the whole tile shares one window
 
 
-@lru_cache(maxsize=32)
+@torch.compiler.assume_constant_result
 def _tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
+    """Return the cached index tables; to a compiler they are constants."""
+    return _make_tiling(grid, window, device)
+
+
+@lru_cache(maxsize=32)
+def _make_tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
     tile = window.stride if window.stride > 1 else _TILE
     rows, columns = window.rows(grid), window.columns(grid)
     row_tiles, row_keys, row_bias = _axis_tiles(rows, tile, grid.height)

@@ -396,14 +396,15 @@ def _ferris_wheel(radius: float, turn: float) -> Picture:
     dx, dy = x - centre, y - centre
     r, angle = np.hypot(dx, dy), np.arctan2(dy, dx) - turn
     wheel = _blank(side, side)
-    steel = (0.93, 0.93, 0.95)
+    lines = np.full_like(r, np.inf)  # signed distance to the nearest of all rims and spokes
     for share, width in ((1.0, 2.6), (0.93, 1.6), (0.5, 1.6)):
-        blend(wheel, coverage(np.abs(r - share * radius) - width / 2), steel)
+        lines = np.minimum(lines, np.abs(r - share * radius) - width / 2)
     for spokes, phase, width in ((24, 0.0, 1.5), (48, 0.065, 0.8)):
         pitch = 2 * np.pi / spokes
         off = np.abs((angle + phase + pitch / 2) % pitch - pitch / 2) * r
         reach = np.maximum(r - radius, (0.0 if spokes == 24 else 0.5 * radius) - r)
-        blend(wheel, coverage(np.maximum(off - width / 2, reach)), steel)
+        lines = np.minimum(lines, np.maximum(off - width / 2, reach))
+    blend(wheel, coverage(lines), (0.93, 0.93, 0.95))
     blend(wheel, coverage(r - 0.07 * radius), (0.80, 0.22, 0.18))
     colours = ((0.82, 0.24, 0.20), (0.20, 0.42, 0.70), (0.92, 0.75, 0.25), (0.28, 0.56, 0.36))
     for cabin in range(16):

@@ -203,7 +203,7 @@ def _draw_noise(
 
 
 def _draw_codec(rng: np.random.Generator) -> Codec:
-    return Codec(str(rng.choice(_CODECS)), None, float(rng.integers(10_000, 100_001)))
+    return Codec(str(rng.choice(_CODECS)), None, float(rng.integers(10_000, 100_001)), "veryfast")
 
 
 def _heavy_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
@@ -364,18 +364,24 @@ def _sinc_kernels(distance: np.ndarray, omega: np.ndarray) -> np.ndarray:
 
 
 def _rank_one_terms(blur: Blur) -> tuple[np.ndarray, np.ndarray]:
-    """Columns and rows [T, R, size] whose outer products add up to the kernels, to 0.2 grey levels."""
+    """Columns and rows [T, R, size] whose outer products add up to the kernels.
+
+    As few terms as keep every pixel within half a grey level of the exact blur.
+    """
     kernels = blur_kernels(blur)
     if blur.kernel == "iso":
         taps = kernels.sum(1)
         return taps[:, None], taps[:, None]
     left, values, right = np.linalg.svd(kernels)
     columns = left.transpose(0, 2, 1) * values[:, :, None]
-    weight = np.abs(columns).sum(2) * np.abs(right).sum(
-        2
-    )  # how far a term can move a pixel of a [0, 1] picture
-    missing = weight.sum(1, keepdims=True) - np.cumsum(weight, 1)
-    rank = int((missing.max(0) > 0.2 / 255).sum()) + 1
+    rest = kernels.copy()
+    rank = 0
+    moved = 1.0
+    while moved > 0.5 / 255 and rank < blur.size:
+        rest -= columns[:, rank, :, None] * right[:, rank, None, :]
+        # A residual of L1 norm e and sum s moves a pixel of a picture in [0, 1] by at most (e + |s|) / 2.
+        moved = float((np.abs(rest).sum((1, 2)) + np.abs(rest.sum((1, 2)))).max()) / 2
+        rank += 1
     return columns[:, :rank], right[:, :rank]
 
 
@@ -433,13 +439,16 @@ def _blur_then(resample: np.ndarray, taps: np.ndarray) -> np.ndarray:
     weights = torch.from_numpy(np.ascontiguousarray(taps[:, ::-1], np.float32))[:, None]
     spread = F.conv1d(lines, weights, padding=size - 1).transpose(0, 1)  # [B, M, N + 2 radius]
     # ... and the padding is the reflection of the line itself.
-    padded = np.arange(-radius, source + radius)
+    inside = spread[:, :, radius : radius + source].contiguous()
+    if source > radius:
+        inside[:, :, 1 : radius + 1] += spread[:, :, :radius].flip(2)
+        inside[:, :, source - radius - 1 : source - 1] += spread[:, :, radius + source :].flip(2)
+        return inside.numpy()
+    outside = np.r_[-radius:0, source : source + radius]  # a line shorter than the kernel reflects repeatedly
     period = max(2 * (source - 1), 1)
-    folded = np.abs((padded + source - 1) % period - (source - 1)) if source > 1 else np.zeros_like(padded)
-    result = spread[:, :, radius : radius + source].clone()
-    outside = [i for i in range(len(padded)) if not 0 <= padded[i] < source]
-    result.index_add_(2, torch.from_numpy(folded[outside]), spread[:, :, outside])
-    return result.numpy()
+    folded = np.abs((outside + source - 1) % period - (source - 1)) % source
+    inside.index_add_(2, torch.from_numpy(folded), spread[:, :, outside + radius])
+    return inside.numpy()
 
 
 def _sandwich(clip: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -475,8 +484,7 @@ def _blur_resize(
         count, rank, taps = vertical.shape
         rows = _blur_then(down, vertical.reshape(-1, taps)).reshape(count, rank, *down.shape)
         columns = _blur_then(across, horizontal.reshape(-1, taps)).reshape(count, rank, *across.shape)
-    to = {"device": clip.device, "dtype": clip.dtype}
-    return _sandwich(clip, torch.from_numpy(rows).to(**to), torch.from_numpy(columns).to(**to))
+    return _sandwich(clip, torch.from_numpy(rows).to(clip), torch.from_numpy(columns).to(clip))
 
 
 # ---------------------------------------------------------------- noise
@@ -506,7 +514,7 @@ def _shot_noise_table(levels: int) -> np.ndarray:
 
 def _shot_noise(clip: Tensor, generator: torch.Generator) -> Tensor:
     """Poisson noise of each frame, at as many levels as it has distinct values (up to a power of 2)."""
-    grey = (clip.clamp(0, 1) * 255).round().long()
+    grey = _to_8bit(clip).long()
     draw = torch.randint(1024, grey.shape, generator=generator)
     noise = torch.empty(clip.shape)
     for index, frame in enumerate(grey):
@@ -575,20 +583,24 @@ def _code_plane(plane: Tensor, table: Tensor) -> Tensor:
     return back.add_(128).round_().clamp_(0, 255)
 
 
-def _rgb_to_ycc(rgb: Tensor) -> Tensor:
-    """[T, 3, H, W] 0..255 -> Y, Cb, Cr 0..255, full range BT.601 (JFIF), not rounded."""
-    matrix = rgb.new_tensor(((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312)))
-    return torch.einsum("ij,tjhw->tihw", matrix, rgb) + rgb.new_tensor((0.0, 128.0, 128.0)).view(3, 1, 1)
+def _split_420(rgb: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, 3, H, W] 0..255 -> luma [T, 1, H, W] and Cb, Cr [T, 2, H/2, W/2] (2x2 means), full-range BT.601."""
+    red, green, blue = rgb.split(1, 1)
+    luma = (red * 0.299).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    small = F.avg_pool2d(rgb, 2)
+    matrix = rgb.new_tensor(((-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312)))
+    return luma, (matrix @ small.flatten(2)).add_(128).view(len(rgb), 2, *small.shape[-2:])
 
 
-def _ycc_to_rgb(luma: Tensor, chroma: Tensor) -> Tensor:
-    blue, red = chroma[:, :1] - 128, chroma[:, 1:] - 128
-    return torch.cat((luma + 1.402 * red, luma - 0.344136 * blue - 0.714136 * red, luma + 1.772 * blue), 1)
-
-
-def _double(chroma: Tensor) -> Tensor:
-    """Chroma at twice the size by the triangle filter (3/4, 1/4) of libjpeg and of centre-sited 4:2:0."""
-    return F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)
+def _merge_420(luma: Tensor, chroma: Tensor) -> Tensor:
+    """The reverse: chroma enlarged by the triangle filter (3/4, 1/4), libjpeg's; values not clipped."""
+    double = F.interpolate(chroma.sub(128), scale_factor=2, mode="bilinear", align_corners=False)
+    blue, red = double.split(1, 1)
+    rgb = luma.repeat(1, 3, 1, 1)
+    rgb[:, :1].add_(red, alpha=1.402)
+    rgb[:, 1:2].add_(blue, alpha=-0.344136).add_(red, alpha=-0.714136)
+    rgb[:, 2:].add_(blue, alpha=1.772)
+    return rgb
 
 
 def jpeg_compress(clip: Tensor, quality: Sequence[float]) -> Tensor:
@@ -598,15 +610,21 @@ def jpeg_compress(clip: Tensor, quality: Sequence[float]) -> Tensor:
     the mean difference is below 0.3 grey levels (rounding of its integer arithmetic).
     """
     height, width = clip.shape[-2:]
-    pixels = (clip.clamp(0, 1) * 255).round()
+    pixels = _to_8bit(clip)
     padding = (0, -width % 16, 0, -height % 16)
-    ycc = _rgb_to_ycc(F.pad(pixels, padding, mode="replicate") if any(padding) else pixels).round()
+    if any(padding):
+        pixels = F.pad(pixels, padding, mode="replicate")
+    luma, chroma = _split_420(pixels)
     luma_table = torch.from_numpy(_quantisation(_LUMA_TABLE, quality)).to(pixels)
     chroma_table = torch.from_numpy(_quantisation(_CHROMA_TABLE, quality)).to(pixels)
-    luma = _code_plane(ycc[:, :1], luma_table)
-    chroma = _code_plane(F.avg_pool2d(ycc[:, 1:], 2).round(), chroma_table)
-    rgb = _ycc_to_rgb(luma, _double(chroma).round())
-    return (rgb.round().clamp(0, 255) / 255)[..., :height, :width].contiguous()
+    luma, chroma = _code_plane(luma.round_(), luma_table), _code_plane(chroma.round_(), chroma_table)
+    rgb = _merge_420(luma, chroma).round_().clamp_(0, 255).div_(255)
+    return rgb[..., :height, :width].contiguous() if any(padding) else rgb
+
+
+def _to_8bit(clip: Tensor) -> Tensor:
+    """[0, 1] -> whole numbers 0..255, still float."""
+    return clip.clamp(0, 1).mul_(255).round_()
 
 
 # ---------------------------------------------------------------- video codec
@@ -615,58 +633,88 @@ def jpeg_compress(clip: Tensor, quality: Sequence[float]) -> Tensor:
 def _to_planes(clip: Tensor) -> np.ndarray:
     """[T, 3, H, W] in [0, 1] -> planar 4:2:0, limited-range BT.601, uint8 [T, H*3/2, W]."""
     frames, _, height, width = clip.shape
-    ycc = _rgb_to_ycc((clip.clamp(0, 1) * 255).round())
-    luma = (ycc[:, 0] * (219 / 255) + 16).round()
-    chroma = ((F.avg_pool2d(ycc[:, 1:], 2) - 128) * (224 / 255) + 128).round()
-    planes = torch.cat((luma.reshape(frames, -1), chroma.reshape(frames, -1)), 1)
-    return planes.clamp(0, 255).byte().cpu().numpy().reshape(frames, height * 3 // 2, width)
+    luma, chroma = _split_420(_to_8bit(clip))
+    luma = luma.mul_(219 / 255).add_(16).round_()
+    chroma = chroma.sub_(128).mul_(224 / 255).add_(128).round_()
+    planes = torch.cat((luma.view(frames, -1), chroma.view(frames, -1)), 1)
+    return planes.byte().cpu().numpy().reshape(frames, height * 3 // 2, width)
 
 
 def _from_planes(planes: np.ndarray, like: Tensor) -> Tensor:
     frames, rows, width = planes.shape
     height = rows * 2 // 3
     flat = torch.from_numpy(planes).to(like.device).to(like.dtype).view(frames, -1)
-    luma = (flat[:, : height * width].view(frames, 1, height, width) - 16) * (255 / 219)
+    luma = flat[:, : height * width].view(frames, 1, height, width).sub(16).mul_(255 / 219)
     chroma = flat[:, height * width :].view(frames, 2, height // 2, width // 2)
-    rgb = _ycc_to_rgb(luma, _double((chroma - 128) * (255 / 224) + 128))
+    rgb = _merge_420(luma, (chroma - 128).mul_(255 / 224).add_(128))
     return rgb.round_().clamp_(0, 255).div_(255)
 
 
-def _compress(frames: list[Tensor], codec: Codec, hq_area: int) -> list[Tensor]:
+def _compress(frames: Frames, codec: Codec, hq_area: int) -> Tensor:
     """Through the codec at the first frame's size, to which the others are scaled as an encoder would."""
     size = (frames[0].shape[-2], frames[0].shape[-1])
     same = _grouped(frames, lambda clip, index: _blur_resize(clip, None, index, size, "bicubic"))
-    clip = torch.stack(same)
+    clip = same if isinstance(same, Tensor) else torch.stack(same)
     bits = None if codec.bits is None else codec.bits * hq_area / _BITRATE_AREA
     coded = code_clip(_to_planes(clip), codec.codec, crf=codec.crf, bits_per_frame=bits, speed=codec.speed)
-    return list(_from_planes(coded, clip))
+    return _from_planes(coded, clip)
 
 
 # ---------------------------------------------------------------- applying
 
+Frames = Tensor | list[Tensor]
+"""A clip [T, 3, H, W], or, while its frames differ in size, the list of them."""
+
 
 def _grouped(
-    frames: list[Tensor], function: Callable[[Tensor, list[int]], Tensor], keys: list | None = None
-) -> list[Tensor]:
-    """function(stack, frame indices) over stacks of frames that agree in size (and in key)."""
+    frames: Frames,
+    function: Callable[[Tensor, list[int]], Tensor],
+    sizes: list[tuple[int, int]] | None = None,
+) -> Frames:
+    """function(stack, frame indices) over stacks of frames that agree in size (and in wanted size)."""
     groups: dict[tuple, list[int]] = {}
     for index, frame in enumerate(frames):
-        groups.setdefault((frame.shape, None if keys is None else keys[index]), []).append(index)
+        groups.setdefault((frame.shape, None if sizes is None else sizes[index]), []).append(index)
+    if len(groups) == 1 and isinstance(frames, Tensor):
+        return function(frames, list(range(len(frames))))
     result: list[Tensor] = list(frames)
     for indices in groups.values():
-        stack = torch.stack([frames[i] for i in indices])
+        stack = frames[indices[0]][None] if len(indices) == 1 else torch.stack([frames[i] for i in indices])
         for index, frame in zip(indices, function(stack, indices)):
             result[index] = frame
-    return result
+    same = all(frame.shape == result[0].shape for frame in result)
+    return torch.stack(result) if same else result
 
 
-def _sizes(frames: list[Tensor], resize: Resize, lr: tuple[int, int]) -> list[tuple[int, int]]:
+def _wanted_sizes(frames: Frames, resize: Resize | None, lr: tuple[int, int]) -> list[tuple[int, int]]:
+    own = [(int(frame.shape[-2]), int(frame.shape[-1])) for frame in frames]
+    if resize is None:
+        return own
     if resize.to_lr:
-        return [lr] * len(frames)
+        return [lr] * len(own)
     return [
-        (_even(frame.shape[-2] * factor), _even(frame.shape[-1] * factor))
-        for frame, factor in zip(frames, resize.factor)
+        (_even(height * factor), _even(width * factor)) for (height, width), factor in zip(own, resize.factor)
     ]
+
+
+def _resample(frames: Frames, blur: Blur | None, resize: Resize | None, lr: tuple[int, int]) -> Frames:
+    sizes = _wanted_sizes(frames, resize, lr)
+    filter_name = "bilinear" if resize is None else resize.filter
+
+    def one_stack(stack: Tensor, index: list[int]) -> Tensor:
+        return _blur_resize(stack, blur, index, sizes[index[0]], filter_name)
+
+    return _grouped(frames, one_stack, sizes)
+
+
+def _apply_stage(frames: Frames, stage: Noise | Jpeg | Codec, hq_area: int) -> Frames:
+    if isinstance(stage, Noise):
+        noise = stage
+        return _grouped(frames, lambda stack, index: _add_noise(stack, noise, index))
+    if isinstance(stage, Jpeg):
+        quality = stage.quality
+        return _grouped(frames, lambda stack, index: jpeg_compress(stack, [quality[i] for i in index]))
+    return _compress(frames, stage, hq_area)
 
 
 def apply_degradation(clip: Tensor, record: DegradationRecord) -> Tensor:
@@ -678,39 +726,24 @@ def apply_degradation(clip: Tensor, record: DegradationRecord) -> Tensor:
     """
     if len(clip) != record.frames:
         raise InputError(f"the clip has {len(clip)} frames, its degradation record {record.frames}")
-    lr = lr_size(*clip.shape[-2:], record.scale)
-    hq_area = clip.shape[-2] * clip.shape[-1]
-    frames = list(clip)
-    blur: Blur | None = None  # waits for the next stage: blur and resize are one matrix product
-    for stage in (*record.stages, None):
-        if isinstance(stage, Resize) or blur is not None:
-            resize = stage if isinstance(stage, Resize) else None
-            own = [(int(frame.shape[-2]), int(frame.shape[-1])) for frame in frames]
-            sizes = own if resize is None else _sizes(frames, resize, lr)
-            filter_name = "bilinear" if resize is None else resize.filter
-            waiting = blur
-            frames = _grouped(
-                frames,
-                lambda stack, index, sizes=sizes, name=filter_name, waiting=waiting: _blur_resize(
-                    stack, waiting, index, sizes[index[0]], name
-                ),
-                keys=sizes,
-            )
-            blur = None
+    height, width = clip.shape[-2:]
+    lr = lr_size(height, width, record.scale)
+    frames: Frames = clip
+    blur: Blur | None = None  # waits for the next stage: a blur and the resize after it are one product
+    for stage in record.stages:
+        if isinstance(stage, Resize):
+            frames, blur = _resample(frames, blur, stage, lr), None
+            continue
+        if blur is not None:
+            frames, blur = _resample(frames, blur, None, lr), None
         if isinstance(stage, Blur):
             blur = stage
-        elif isinstance(stage, Noise):
-            noise = stage
-            frames = _grouped(frames, lambda stack, index, noise=noise: _add_noise(stack, noise, index))
-        elif isinstance(stage, Jpeg):
-            quality = stage.quality
-            frames = _grouped(
-                frames,
-                lambda stack, index, quality=quality: jpeg_compress(stack, [quality[i] for i in index]),
-            )
-        elif isinstance(stage, Codec):
-            frames = _compress(frames, stage, hq_area)
-    return (torch.stack(frames).clamp(0, 1) * 255).round().byte()
+        else:
+            frames = _apply_stage(frames, stage, height * width)
+    if blur is not None:
+        frames = _resample(frames, blur, None, lr)
+    result = frames if isinstance(frames, Tensor) else torch.stack(frames)
+    return _to_8bit(result).byte()
 
 
 # ---------------------------------------------------------------- target sharpening

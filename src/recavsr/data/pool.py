@@ -233,7 +233,7 @@ class _Ring:
         pixels = _staging((len(items), *self.lr.shape[1:]), device)
         for i, (spec, lr) in enumerate(items):
             part.set(i, source, spec, settings.size)
-            pixels[i] = torch.from_numpy(lr)
+            pixels[i].numpy()[:] = lr
             self.is_video[rows[i]], self.has_cutout[rows[i]] = spec.kind == "video", spec.cutout is not None
         where = torch.from_numpy(rows).to(device)
         self.lr.index_copy_(0, where, pixels.to(device, non_blocking=True))

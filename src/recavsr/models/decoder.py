@@ -240,14 +240,20 @@ class ConvolutionalHead(nn.Module):
         self.stem = nn.Conv2d(pixels, channels, 3, padding=1)
         self.mix = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
         self.outer = nn.Conv2d(channels, pixels, 3, padding=1)
+        # Training starts from the LR frames themselves.
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] and LR frames [B, 3, F, s H, s W] into frames of that size."""
-        batch, frames = x.shape[0], x.shape[2]
-        cells = self.inner(x).unflatten(1, (grid.height, grid.width)).permute(0, 3, 4, 1, 2).flatten(0, 1)
+        batch, _, frames, _ = x.shape
+        n = self.opening
+        # Channels stay last in memory from the linear layer to the last convolution: no reordering.
+        cells = self.inner(x).unflatten(1, (grid.height, grid.width)).unflatten(4, (n, n, -1))
+        cells = cells.permute(0, 3, 1, 4, 2, 5, 6).flatten(4, 5).flatten(2, 3).flatten(0, 1)
         base = lr_frames.transpose(1, 2).flatten(0, 1)
-        picture = F.pixel_unshuffle(base, self.factor).to(x.dtype)
-        hidden = F.pixel_shuffle(cells, self.opening) + self.stem(picture)
+        picture = F.pixel_unshuffle(base, self.factor).to(x.dtype, memory_format=torch.channels_last)
+        hidden = cells.permute(0, 3, 1, 2) + self.stem(picture)
         for mix in self.mix:
             hidden = hidden + mix(F.silu(hidden))
         detail = F.pixel_shuffle(self.outer(F.silu(hidden)), self.factor)
@@ -300,9 +306,9 @@ class FlashDecoder(nn.Module):
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
         stem = unshuffle_frames(lr_frames.to(dtype), self.config.latent_stride).flatten(3)
-        stem = self.lr_stem(stem.permute(0, 3, 2, 1))  # B N F lr
+        stem = self.lr_stem(stem.permute(0, 3, 2, 1).contiguous())  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
-        x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1))
+        x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1).contiguous())
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
 
         first = state.next_position
@@ -320,5 +326,5 @@ class FlashDecoder(nn.Module):
         for layer in self.refinement:
             history, x = layer.step(next(past), x, turn, grid)
             histories.append(history)
-        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:]).float()
+        frames = self.head(x[:, :, lead:].contiguous(), grid, lr_frames[:, :, lead:]).float()
         return DecoderState(tuple(histories), first + latents), frames

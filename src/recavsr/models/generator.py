@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow
-from recavsr.cache_policy import PAPER_SCHEDULE, Schedule, visible_after_blocks
+from recavsr.cache_policy import Schedule, visible_after_blocks
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
 from recavsr.layers import sinusoid
@@ -125,20 +125,6 @@ class GeneratorConfig:
         }
 
 
-def recavsr_5b() -> GeneratorConfig:
-    """Return the released model: Wan2.2-TI2V-5B's sizes with the paper's route and window."""
-    return GeneratorConfig(
-        layers=30,
-        heads=24,
-        head_width=128,
-        ffn_width=14336,
-        text_width=4096,
-        lr_hidden=(2048, 3072),
-        schedule=PAPER_SCHEDULE,
-        window=SpatialWindow(22, 40),
-    )
-
-
 @dataclass(frozen=True)
 class GeneratorState(State):
     """Everything the generator remembers of a stream."""
@@ -199,7 +185,7 @@ class Generator(nn.Module):
     def condition(self, prompt: Tensor, timestep: Tensor | float = ONE_STEP) -> Condition:
         """Compute the constants of a stream from the prompt [B, L, text] and the timestep [B] or a number."""
         if not isinstance(timestep, Tensor):
-            timestep = torch.tensor([timestep], device=prompt.device)
+            timestep = torch.full((1,), timestep, device=prompt.device)
         time, projection, text = self.embedding(timestep, prompt)
         return Condition(time, tuple(block.condition(projection, text) for block in self.blocks))
 

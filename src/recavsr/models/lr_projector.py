@@ -49,7 +49,7 @@ class LRProjector(nn.Module):
             second, x = self.conv2.step(second, x)
         else:
             x = x.new_empty(x.shape[0], self.conv2.weight.shape[0], 0, 1, 1)
-        tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 3, 2, 1)
+        tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 3, 2, 1).contiguous()
         return LRProjectorState(first, second), self.out_proj(tokens)
 
 

@@ -178,8 +178,7 @@ def _chroma_of(frame: VideoFrame) -> str:
     pixel_format = frame.format
     if pixel_format.is_rgb or pixel_format.has_palette:
         return "rgb"
-    chroma = [part for part in pixel_format.components if part.is_chroma]
-    if not chroma:
+    if sum(not part.is_alpha for part in pixel_format.components) < 3:
         return "gray"
     # A half-size chroma plane of an odd side is rounded up, so compare with a side of 16.
     halves = (pixel_format.chroma_width(16) < 16, pixel_format.chroma_height(16) < 16)

@@ -129,8 +129,7 @@ class VideoWriter:
         if self._pending is None:
             options["flush_packets"] = "1"
         if container.muxer in ("mp4", "mov"):
-            # Edit lists are in movie time: as fine as the picture's, so that they are exact.
-            options["movie_timescale"] = str(max(1000, min(first.time_base.denominator, 1_000_000)))
+            options["movie_timescale"] = str(_movie_timescale(first.time_base))
         target = "pipe:1" if self._pending is None else f"file:{self._pending.path}"
         output = av.open(target, "w", format=container.muxer, options=options)
         self._copier = StreamCopier(output)
@@ -187,3 +186,11 @@ class VideoWriter:
             if packet.pts is not None:
                 packet.duration = self._durations.pop(packet.pts, packet.duration or 0)
             self._output.mux(packet)
+
+
+def _movie_timescale(time_base: Fraction) -> int:
+    """Return the clock of MP4 edit lists: a multiple of the picture's, so that its start is exact, and fine
+    enough for that of sound; the usual 1/1000 s, rounded down, moves both.
+    """
+    ticks = min(time_base.denominator, 1_000_000)
+    return ticks * -(-90_000 // ticks)

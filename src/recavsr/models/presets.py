@@ -1,0 +1,76 @@
+"""The two models as configs of the same classes: the released 5B and our nano."""
+
+from __future__ import annotations
+
+from recavsr.attention import SpatialWindow
+from recavsr.cache_policy import PAPER_SCHEDULE, CacheAction, Schedule
+from recavsr.models.autoencoder import EncoderConfig
+from recavsr.models.decoder import DecoderConfig
+from recavsr.models.generator import GeneratorConfig
+
+
+def recavsr_5b() -> GeneratorConfig:
+    """Return the released generator: Wan2.2-TI2V-5B's sizes with the paper's route and window."""
+    return GeneratorConfig(
+        layers=30,
+        heads=24,
+        head_width=128,
+        ffn_width=14336,
+        text_width=4096,
+        lr_hidden=(2048, 3072),
+        schedule=PAPER_SCHEDULE,
+        window=SpatialWindow(22, 40),
+    )
+
+
+def recavsr_5b_decoder() -> DecoderConfig:
+    """Return the released decoder, variant S (latent statistics come from vae_config.json)."""
+    return DecoderConfig()
+
+
+NANO_SCHEDULE = Schedule(
+    tuple(
+        CacheAction.parse(name)
+        for name in ("none", "recent_2", "recent_2", "recent_2_anchor", "recent_4", "none")
+    )
+)
+"""nano's route, chosen by hand at the paper's budget of 2.0 slots a layer (not learned yet)."""
+
+
+def nano() -> GeneratorConfig:
+    """Return nano's generator: one token a latent cell (16 pixels), windows shared by 4 x 4 tokens."""
+    return GeneratorConfig(
+        layers=6,
+        heads=4,
+        head_width=64,
+        ffn_width=768,
+        text_width=32,
+        lr_hidden=(48, 256),
+        schedule=NANO_SCHEDULE,
+        window=SpatialWindow(8, 8, stride=4),
+        patch=1,
+    )
+
+
+def nano_decoder() -> DecoderConfig:
+    """Return nano's decoder: width 256, 4 + 2 layers, convolutional head over the LR frames."""
+    return DecoderConfig(
+        width=256,
+        depth=4,
+        heads=4,
+        groups=1,
+        refinement_depth=2,
+        ffn_ratio=2.0,
+        window=SpatialWindow(8, 8, stride=4),
+        head="convolutional",
+        head_channels=48,
+    )
+
+
+def nano_encoder() -> EncoderConfig:
+    """Return nano's encoder."""
+    return EncoderConfig(channels=(128, 256))
+
+
+NANO_PROMPT_TOKENS = 4
+"""nano's prompt is a few learned vectors of `text_width` channels."""
