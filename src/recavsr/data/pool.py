@@ -124,8 +124,7 @@ class _Feed:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes = []
-        # One thread each: numerical libraries read their thread count when they are imported.
-        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
+        with _environment(_WORKER_ENVIRONMENT):
             for number in range(workers):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(
@@ -194,10 +193,21 @@ class _Feed:
             connection.close()
 
 
+# One thread each (numerical libraries read this when they are imported), and a heap that keeps freed
+# clips instead of giving their pages back to the system and faulting them in again.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
+
+
 class _environment:
     """Sets environment variables for the length of a with block."""
 
-    def __init__(self, **values: str) -> None:
+    def __init__(self, values: dict[str, str]) -> None:
         self._values, self._before = values, {name: os.environ.get(name) for name in values}
 
     def __enter__(self) -> None:
