@@ -68,25 +68,44 @@ def _span(cell: int, size: int, stride: int, extent: int, border: Border) -> ran
     return range(start, start + size)
 
 
+@dataclass(frozen=True)
+class _Tiling:
+    """Index tables of one (grid, window): which queries and keys belong to each tile."""
+
+    query_cells: Tensor  # [tiles, q] cells of the tile; cells off the grid repeat the last one
+    key_cells: Tensor  # [tiles, k]
+    untile: Tensor  # [N] where each cell's result lies in the flattened [tiles, q]
+    bias: Tensor | None  # [tiles, q, k] 0 or -inf; None where the whole tile shares one window
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A window laid over a grid on a device: made once by `plan_window`, used by every layer."""
+
+    cells: int
+    tiling: _Tiling | None  # None where every query sees the whole grid
+
+
+@lru_cache(maxsize=32)
+def plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> WindowPlan:
+    """Lay a window over a grid."""
+    return WindowPlan(grid.cells, None if window.covers(grid) else _make_tiling(grid, window, device))
+
+
 def windowed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grid: Grid,
-    window: SpatialWindow,
-    time_bias: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, time_bias: Tensor | None = None
 ) -> Tensor:
     """Attend from `query` [B, G, N, Tq, R, D] to `key`, `value` [B, G, N, Tk, D].
 
     `time_bias` [Tq, Tk] is added to the scores of each (query latent, key latent) pair, -inf where
     it must not look: block-causal training masks and the router's log prior (Eq. 2). Returns
-    [B, G, N, Tq, R, D]. Raises ValueError where the grid does not fit N.
+    [B, G, N, Tq, R, D]. Raises ValueError where the plan's grid does not fit N.
     """
-    if query.shape[2] != grid.cells:
-        raise ValueError(f"a {grid.height}x{grid.width} grid has {grid.cells} cells, not {query.shape[2]}")
-    if window.covers(grid):
+    if query.shape[2] != plan.cells:
+        raise ValueError(f"the plan's grid has {plan.cells} cells, not {query.shape[2]}")
+    if plan.tiling is None:
         return _dense(query, key, value, time_bias)
-    return _tiled(query, key, value, grid, window, time_bias)
+    return _tiled(query, key, value, plan.tiling, time_bias)
 
 
 def reference_attention(
@@ -123,23 +142,6 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, time_bias: Tensor | None) 
     return out.view_as(query)
 
 
-@dataclass(frozen=True)
-class _Tiling:
-    """Index tables of one (grid, window): which queries and keys belong to each tile."""
-
-    query_cells: Tensor  # [tiles, q] cells of the tile; cells off the grid repeat the last one
-    key_cells: Tensor  # [tiles, k]
-    untile: Tensor  # [N] where each cell's result lies in the flattened [tiles, q]
-    bias: Tensor | None  # [tiles, q, k] 0 or -inf; None where the whole tile shares one window
-
-
-@torch.compiler.assume_constant_result
-def _tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
-    """Return the cached index tables; to a compiler they are constants."""
-    return _make_tiling(grid, window, device)
-
-
-@lru_cache(maxsize=32)
 def _make_tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
     tile = window.stride if window.stride > 1 else _TILE
     rows, columns = window.rows(grid), window.columns(grid)
@@ -175,10 +177,7 @@ def _axis_tiles(spans: list[range], tile: int, extent: int) -> tuple[Tensor, Ten
     return queries, keys, torch.zeros(inside.shape).masked_fill(~inside, float("-inf"))
 
 
-def _tiled(
-    query: Tensor, key: Tensor, value: Tensor, grid: Grid, window: SpatialWindow, time_bias: Tensor | None
-) -> Tensor:
-    plan = _tiling(grid, window, query.device)
+def _tiled(query: Tensor, key: Tensor, value: Tensor, plan: _Tiling, time_bias: Tensor | None) -> Tensor:
     batch, groups = query.shape[:2]
     tiles, tile_cells = plan.query_cells.shape
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recavsr.attention import SpatialWindow, windowed_attention
+from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
 from recavsr.geometry import FRAMES_PER_LATENT, Grid
 from recavsr.layers import RMSNorm
@@ -139,7 +139,7 @@ class GroupedAttention(nn.Module):
         self.value_norm = RMSNorm(head_width, config.eps)
 
     def step(
-        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, grid: Grid
+        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, window: WindowPlan
     ) -> tuple[GroupHistory, Tensor]:
         """Attend for the next frames `x` [B, N, F, C], F a multiple of the group size."""
         config, size = self.config, self.group_frames
@@ -165,7 +165,7 @@ class GroupedAttention(nn.Module):
             seen = slice(max(0, end - size - reach), end)
             results.append(
                 windowed_attention(
-                    query[:, :, :, start : start + size], key[..., seen, :], value[..., seen, :], grid, config.window
+                    query[:, :, :, start : start + size], key[..., seen, :], value[..., seen, :], window
                 )
             )
         out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
@@ -200,10 +200,10 @@ class DecoderLayer(nn.Module):
         self.feed_forward = SwiGLU(config.width, int(config.width * config.ffn_ratio))
 
     def step(
-        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, grid: Grid
+        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, window: WindowPlan
     ) -> tuple[GroupHistory, Tensor]:
         """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions."""
-        history, attended = self.attention.step(history, self.attention_norm(x), rotation, grid)
+        history, attended = self.attention.step(history, self.attention_norm(x), rotation, window)
         x = x + attended
         return history, x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -315,16 +315,17 @@ class FlashDecoder(nn.Module):
         split = self.backbone[0].attention.split if self.backbone else self.refinement[0].attention.split
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
+        window = plan_window(grid, self.config.window, x.device)
         turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device)
         for layer in self.backbone:
-            history, x = layer.step(next(past), x, turn, grid)
+            history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
         x = x + self.lr_late_projection(stem)
         frames_at = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
         turn = rotation_table(tuple(frames_at), grid, split, x.device)
         for layer in self.refinement:
-            history, x = layer.step(next(past), x, turn, grid)
+            history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         frames = self.head(x[:, :, lead:].contiguous(), grid, lr_frames[:, :, lead:]).float()
         return DecoderState(tuple(histories), first + latents), frames

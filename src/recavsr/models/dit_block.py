@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recavsr.attention import SpatialWindow, windowed_attention
-from recavsr.geometry import Grid
+from recavsr.attention import WindowPlan, windowed_attention
 from recavsr.layers import RMSNorm, gated_residual, modulated_norm
 from recavsr.models.kv_history import KVHistory
 from recavsr.rope import AxisSplit, rotate
@@ -47,8 +46,7 @@ class SelfAttention(nn.Module):
         x: Tensor,
         rotation: Tensor,
         history: KVHistory | None,
-        grid: Grid,
-        window: SpatialWindow,
+        plan: WindowPlan,
         time_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend from `x` [B, N, T, C] to itself and the history.
@@ -68,7 +66,7 @@ class SelfAttention(nn.Module):
             keys = torch.cat([history.keys, key], dim=3)
             values = torch.cat([history.values, value], dim=3)
         query = query.permute(0, 3, 1, 2, 4).unsqueeze(4)
-        out = windowed_attention(query, keys, values, grid, window, time_bias).squeeze(4)
+        out = windowed_attention(query, keys, values, plan, time_bias).squeeze(4)
         return self.to_out(out.permute(0, 2, 3, 1, 4).flatten(3)), key, value
 
 
@@ -136,14 +134,13 @@ class DiTBlock(nn.Module):
         condition: LayerCondition,
         rotation: Tensor,
         history: KVHistory | None,
-        grid: Grid,
-        window: SpatialWindow,
+        plan: WindowPlan,
         time_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the layer to `x` [B, N, T, C]; also return its keys and values [B, H, N, T, D]."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = condition.modulation.unbind(1)
         attended, keys, values = self.self_attention(
-            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, grid, window, time_bias
+            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, plan, time_bias
         )
         x = gated_residual(x, attended, gate_a)
         x = x + self.cross_attention(self._cross_norm(x), condition.cross_keys, condition.cross_values)

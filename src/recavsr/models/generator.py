@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recavsr.attention import SpatialWindow
+from recavsr.attention import SpatialWindow, plan_window
 from recavsr.cache_policy import Schedule, visible_after_blocks
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
@@ -211,12 +211,13 @@ class Generator(nn.Module):
         x, grid = self._embed(noise, lr_tokens, recycled)
 
         turn = rotation_table(positions, grid, self._split, x.device)
+        window = plan_window(grid, config.window, x.device)
         histories: list[KVHistory | None] = []
         rule = config.schedule.anchor_rule
         for block, action, constants, history in zip(
             self.blocks, config.schedule.actions, condition.layers, state.layers
         ):
-            x, keys, values = block(x, constants, turn, history, grid, config.window)
+            x, keys, values = block(x, constants, turn, history, window)
             histories.append(extend(history, keys, values, positions, action, rule))
         sr_latents = noise - self._predict(x, condition, grid).float()
         after = GeneratorState(
@@ -244,12 +245,13 @@ class Generator(nn.Module):
         _, lr_tokens = self.lr_projector.step(LRProjectorState(), lr_frames)
         x, grid = self._embed(noisy, lr_tokens, recycled)
         turn = rotation_table(tuple(range(latents)), grid, self._split, x.device)
+        window = plan_window(grid, self.config.window, x.device)
         if time_bias is None:
             time_bias = tuple(
                 bias.to(x.device) for bias in schedule_visibility(self.config.schedule, plan, latents)
             )
         for block, constants, bias in zip(self.blocks, condition.layers, time_bias):
-            x, _, _ = block(x, constants, turn, None, grid, self.config.window, bias)
+            x, _, _ = block(x, constants, turn, None, window, bias)
         return self._predict(x, condition, grid)
 
     def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:

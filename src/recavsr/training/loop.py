@@ -78,6 +78,7 @@ class TrainingStep:
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             fused=True,
+            capturable=device.type == "cuda",
         )
         self.averages = Averages(parameters, settings.average_decay)
         self.graph: torch.cuda.CUDAGraph | None = None
