@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -363,6 +364,7 @@ def _sinc_kernels(distance: np.ndarray, omega: np.ndarray) -> np.ndarray:
     return kernels / kernels.sum((1, 2), keepdims=True)
 
 
+@lru_cache(maxsize=4)
 def _rank_one_terms(blur: Blur) -> tuple[np.ndarray, np.ndarray]:
     """Columns and rows [T, R, size] whose outer products add up to the kernels.
 
@@ -451,22 +453,47 @@ def _blur_then(resample: np.ndarray, taps: np.ndarray) -> np.ndarray:
     return inside.numpy()
 
 
-def _sandwich(clip: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+Band = tuple[int, int, int, int]
+"""Output rows first..end of an operator, and the input columns first..end that they touch."""
+
+
+@lru_cache(maxsize=4096)
+def _bands(source: int, target: int, filter_name: str, radius: int) -> tuple[Band, ...]:
+    """A blur-and-resize operator in pieces of about 64 rows, which touch few of its columns."""
+    touched = resize_matrix(source, target, filter_name) != 0
+    if source <= radius:
+        return ((0, target, 0, source),)
+    pieces = max(round(target / 64), 1)
+    edges = [target * i // pieces for i in range(pieces + 1)]
+    bands = []
+    for first, end in pairwise(edges):
+        columns = np.flatnonzero(touched[first:end].any(0))
+        bands.append(
+            (first, end, max(int(columns[0]) - radius, 0), min(int(columns[-1]) + radius + 1, source))
+        )
+    return tuple(bands)
+
+
+def _sandwich(
+    clip: Tensor, rows: Tensor, columns: Tensor, row_bands: tuple[Band, ...], column_bands: tuple[Band, ...]
+) -> Tensor:
     """sum over r of rows[t, r] @ clip[t, c] @ columns[t, r]^T: [T, 3, H, W] -> [T, 3, M, N].
 
-    rows [T or 1, R, M, H], columns [T or 1, R, N, W].
+    rows [T or 1, R, M, H], columns [T or 1, R, N, W]; the bands hold all that is not zero in them.
     """
-    frames, channels, height, width = clip.shape
+    frames, channels, height, _ = clip.shape
     rank, wide = columns.shape[1:3]
-    across = columns.flatten(1, 2).transpose(1, 2)  # [T or 1, W, R N]
-    flat = clip.reshape(frames, channels * height, width)
-    half = flat @ across[0] if len(across) == 1 else torch.bmm(flat, across)
-    half = half.view(frames, channels, height, rank, wide)
-    if rank == 1:
-        return rows[:, :1] @ half[:, :, :, 0]
-    half = half.transpose(2, 3).reshape(frames, channels, rank * height, wide)
-    down = rows.transpose(1, 2).flatten(2)[:, None]  # [T or 1, 1, M, R H]
-    return down @ half
+    tall = rows.shape[2]
+    result = clip.new_zeros((frames, channels, tall, wide))
+    flat = clip.flatten(1, 2)
+    for r in range(rank):
+        half = clip.new_empty((frames, channels * height, wide))
+        for first, end, low, high in column_bands:
+            half[:, :, first:end] = flat[:, :, low:high] @ columns[:, r, first:end, low:high].transpose(1, 2)
+        half = half.view(frames, channels, height, wide)
+        for first, end, low, high in row_bands:
+            result[:, :, first:end] += rows[:, r, None, first:end, low:high] @ half[:, :, low:high]
+    return result
 
 
 def _blur_resize(
@@ -475,16 +502,24 @@ def _blur_resize(
     """Blur (optional) and resample a stack of equally large frames to `size`."""
     height, width = clip.shape[-2:]
     down, across = resize_matrix(height, size[0], filter_name), resize_matrix(width, size[1], filter_name)
+    radius = 0
     if blur is None:
         if (height, width) == size:
             return clip
         rows, columns = down[None, None], across[None, None]
     else:
+        radius = blur.size // 2
         vertical, horizontal = (term[list(frame_index)] for term in _rank_one_terms(blur))
         count, rank, taps = vertical.shape
         rows = _blur_then(down, vertical.reshape(-1, taps)).reshape(count, rank, *down.shape)
         columns = _blur_then(across, horizontal.reshape(-1, taps)).reshape(count, rank, *across.shape)
-    return _sandwich(clip, torch.from_numpy(rows).to(clip), torch.from_numpy(columns).to(clip))
+    return _sandwich(
+        clip,
+        torch.from_numpy(rows).to(clip),
+        torch.from_numpy(columns).to(clip),
+        _bands(height, size[0], filter_name, radius),
+        _bands(width, size[1], filter_name, radius),
+    )
 
 
 # ---------------------------------------------------------------- noise
