@@ -119,7 +119,7 @@ def make_clip(
     pixel_format: str = "yuv420p",
     rate: Fraction = Fraction(25),
 ) -> Path:
-    """Write a small moving gradient with PyAV alone, for tests that need no ffmpeg; size is (height, width)."""
+    """Write a small moving gradient with PyAV alone (no ffmpeg needed); size is (height, width)."""
     height, width = size
     across = np.linspace(0, 200, width)[None, :] + np.linspace(0, 50, height)[:, None]
     with av.open(str(path), "w") as container:

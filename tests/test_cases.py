@@ -1,4 +1,4 @@
-"""The odd inputs of `shared/cases`: each row of its table as an exact test, with the model that only resizes."""
+"""The odd inputs of `shared/cases`: each row of its table as an exact test, with the identity model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media import bar_numbers, ffmpeg, ffprobe, packets, pixels, run_identity, times, video_stream
 
+from media import bar_numbers, ffmpeg, ffprobe, packets, pixels, run_identity, times, video_stream
 from recavsr.stream.batch import FileStatus, upscale_folder
 from recavsr.stream.step import IdentityModel
 

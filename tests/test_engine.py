@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media import bar_numbers, ffmpeg, make_clip, pixels, run_identity, times, video_stream
 
+from media import bar_numbers, ffmpeg, make_clip, pixels, run_identity, times, video_stream
 from recavsr.errors import InputError
 from recavsr.stream.batch import FileStatus, is_video_folder, upscale_folder
 from recavsr.stream.engine import Progress, upscale
@@ -132,12 +132,12 @@ def test_a_broken_source_ends_well_and_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_picture_size_that_changes_is_refused(tmp_path: Path) -> None:
-    for name, size in (("a", (36, 64)), ("b", (48, 64))):
-        ffmpeg("-i", make_clip(tmp_path / f"{name}.mp4", 30, size), "-c", "copy", "-bsf:v", "h264_mp4toannexb",
-               tmp_path / f"{name}.h264")  # fmt: skip
+    for name, size in (("a", (36, 64)), ("b", (96, 64))):
+        source = make_clip(tmp_path / f"{name}.mp4", 30, size)
+        ffmpeg("-i", source, "-c", "copy", "-bsf:v", "h264_mp4toannexb", tmp_path / f"{name}.h264")
     both = tmp_path / "both.h264"
     both.write_bytes((tmp_path / "a.h264").read_bytes() + (tmp_path / "b.h264").read_bytes())
-    with pytest.raises(InputError, match="size changes from 64x36 to 64x48"):
+    with pytest.raises(InputError, match="size changes from 64x36 to 64x96"):
         run_identity(both, tmp_path / "out.mp4")
     assert not [p for p in tmp_path.iterdir() if p.name == "out.mp4" or p.suffix == ".part"]
 

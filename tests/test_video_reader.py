@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from fractions import Fraction
@@ -10,8 +11,8 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from media import ffmpeg, make_clip, pixels, times
 
+from media import ffmpeg, make_clip, pixels, times
 from recavsr.errors import InputError
 from recavsr.video.color import ColorTags, ToRgb
 from recavsr.video.frames import Frame, Orientation
@@ -30,9 +31,10 @@ def read(source: Path | str, **trim: object) -> tuple[list[Frame], str | None]:
 
 def test_probe_says_what_is_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "clip.mp4"
-    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=64x36:r=30000/1001:d=1", "-f", "lavfi", "-i", "sine=d=1", "-map", "0",
-           "-map", "1", "-metadata:s:a:0", "language=fra", "-metadata", "title=a clip", "-pix_fmt", "yuv420p10le",
-           "-c:v", "libx265", "-x265-params", "log-level=error", "-color_range", "tv", "-colorspace", "bt709", path)  # fmt: skip
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=64x36:r=30000/1001:d=1", "-f", "lavfi", "-i", "sine=d=1",
+           "-map", "0", "-map", "1", "-metadata:s:a:0", "language=fra", "-metadata", "title=a clip",
+           "-pix_fmt", "yuv420p10le", "-c:v", "libx265", "-x265-params", "log-level=error",
+           "-color_range", "tv", "-colorspace", "bt709", path)  # fmt: skip
     info = probe(path)
     assert info.kind is SourceKind.FILE
     assert info.size == info.coded_size == (36, 64)
@@ -48,8 +50,8 @@ def test_probe_says_what_is_in_a_file(tmp_path: Path) -> None:
 def test_cover_art_is_not_the_video(tmp_path: Path) -> None:
     cover, song, film = tmp_path / "cover.png", tmp_path / "song.mp3", tmp_path / "film.mp4"
     cover.write_bytes(encode_picture(np.zeros((64, 64, 3), np.uint8), ".png"))
-    ffmpeg("-f", "lavfi", "-i", "sine=d=1", "-i", cover, "-map", "0", "-map", "1", "-c:v", "copy", "-id3v2_version", "3",
-           "-disposition:v:0", "attached_pic", song)  # fmt: skip
+    ffmpeg("-f", "lavfi", "-i", "sine=d=1", "-i", cover, "-map", "0", "-map", "1", "-c:v", "copy",
+           "-id3v2_version", "3", "-disposition:v:0", "attached_pic", song)  # fmt: skip
     with pytest.raises(InputError, match="audio only and a cover picture"):
         probe(song)
     clip = make_clip(tmp_path / "clip.mp4")
@@ -200,6 +202,15 @@ def test_missing_times_and_rates_are_made_up_evenly(tmp_path: Path) -> None:
     ffmpeg("-i", make_clip(tmp_path / "clip.mp4", 20), "-c", "copy", "-bsf:v", "h264_mp4toannexb", path)
     frames, _ = read(path)
     assert [f.stamp.time for f in frames] == [Fraction(n, 25) for n in range(20)]
+
+
+def test_avi_with_frames_coded_out_of_order(tmp_path: Path) -> None:
+    path = tmp_path / "clip.avi"
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=64x36:r=25:d=2", "-c:v", "mpeg4", "-bf", 2, path)
+    with open_reader(path) as reader:
+        stamps = [item.stamp for item in reader if isinstance(item, Frame)]
+        assert reader.warnings == []
+    assert [b.pts - a.pts for a, b in itertools.pairwise(stamps)] == [1] * 49
 
 
 def test_a_broadcast_clock_is_moved_to_zero(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media import ffmpeg, ffprobe, make_clip, packets, pixels, run_identity, times, video_stream
 
+from media import ffmpeg, ffprobe, make_clip, packets, pixels, run_identity, times, video_stream
 from recavsr.errors import InputError
 from recavsr.video.images import encode_picture
 from recavsr.video.output import PendingOutput
@@ -34,8 +34,9 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
            "-map", 1, "-map", 0, "-map", 2, "-map", 3, "-map_metadata", 4, "-map_chapters", 4,
            "-attach", folder / "font.ttf", "-metadata:s:t", "mimetype=application/x-truetype-font",
            "-c:v", "libx264", "-pix_fmt", "yuv420p", "-c:a:0", "aac", "-c:a:1", "ac3", "-c:s", "subrip",
-           "-metadata:s:a:0", "language=eng", "-metadata:s:a:1", "language=deu", "-metadata:s:a:1", "title=Kommentar",
-           "-metadata:s:s:0", "language=fra", "-disposition:a:1", "comment", "-disposition:s:0", "forced", path)  # fmt: skip
+           "-metadata:s:a:0", "language=eng", "-metadata:s:a:1", "language=deu",
+           "-metadata:s:a:1", "title=Kommentar", "-metadata:s:s:0", "language=fra",
+           "-disposition:a:1", "comment", "-disposition:s:0", "forced", path)  # fmt: skip
     return path
 
 

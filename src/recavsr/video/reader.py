@@ -10,9 +10,12 @@ One pass over the file gives both, so that pipes and live sources work, and memo
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -36,6 +39,7 @@ from recavsr.video.source import CountedInput, Source, SourceKind, open_containe
 _END_TOLERANCE = Fraction(1, 2)
 # Sound may lie this much later in the file than the picture of the same time.
 _INTERLEAVE_SLACK = Fraction(10)
+_REORDER_DEPTH = 4  # frames; more than any codec that is kept in AVI reorders
 
 
 @dataclass(frozen=True)
@@ -266,9 +270,10 @@ class VideoReader:
     def _items(self) -> Iterator[VideoFrame | Packet]:
         yield from self._early
         self._early = []
+        frames: Iterator[VideoFrame | Packet] = self._decoded
         if self._first is not None:
-            yield self._first
-        yield from self._decoded
+            frames = itertools.chain([self._first], frames)
+        yield from _times_sorted(frames) if self.info.container == "avi" else frames
 
     # -- trimming ------------------------------------------------------------------------------------
 
@@ -392,6 +397,34 @@ class VideoReader:
         if self._bad_packets:
             return f"{self._bad_packets} damaged places were skipped"
         return None
+
+
+def _times_sorted(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:
+    """Give the frames of an AVI their times in rising order.
+
+    AVI stores none: libav numbers the coded frames, and where frames are coded out of order each shown one
+    comes with a neighbour's number. The set of numbers is right (gaps included), so sorting them is enough.
+    """
+    frames: deque[VideoFrame] = deque()
+    numbers: list[int] = []
+
+    def oldest() -> VideoFrame:
+        frame = frames.popleft()
+        if len(numbers) > len(frames):
+            frame.pts = heapq.heappop(numbers)
+        return frame
+
+    for item in items:
+        if isinstance(item, Packet):
+            yield item
+            continue
+        frames.append(item)
+        if item.pts is not None:
+            heapq.heappush(numbers, item.pts)
+        if len(frames) > _REORDER_DEPTH:
+            yield oldest()
+    while frames:
+        yield oldest()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from av.packet import Packet
 from av.stream import Stream
 
 from recavsr.video.formats import Container
-from recavsr.video.info import VideoInfo
+from recavsr.video.info import StreamInfo, VideoInfo
 
 # Written by the muxer or true of the old file only.
 _STALE_TAGS = frozenset(
@@ -64,9 +64,17 @@ def split_streams(
         ):
             copied.append(stream.index)
         else:
-            hint = "; .mkv can" if stream.kind in ("subtitle", "audio", "attachment") else ""
-            lost.append(f"{container.suffix} can't hold {stream}, it is left out{hint}")
+            lost.append(_why_lost(stream, container))
     return copied, lost
+
+
+def _why_lost(stream: StreamInfo, container: Container) -> str:
+    if stream.kind in ("audio", "subtitle", "attachment"):
+        hint = "" if container.suffix == ".mkv" else "; .mkv can"
+        return f"{container.suffix} can't hold {stream}, it is left out{hint}"
+    if stream.kind == "video" and not stream.cover_art:
+        return f"{stream} is left out: one video stream is upscaled"
+    return f"{stream} is left out"
 
 
 def _add_copy(output: OutputContainer, template: Stream) -> Stream:
