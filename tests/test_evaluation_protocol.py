@@ -100,6 +100,8 @@ def test_codec_works_at_the_clips_rate():
     truth = scene(8, 128, 128)
     heavy = protocol.DEGRADATIONS["heavy"]
     before = protocol.degrade(truth, replace(heavy, crf=None), RATE, 0).astype(int)
+    twice = [protocol.degrade(truth, heavy, RATE, 0) for _ in range(2)]
+    assert (twice[0] == twice[1]).all()
     errors = [np.abs(protocol.degrade(truth, heavy, Fraction(r), 0) - before).mean() for r in (10, 60)]
     assert 0.5 < errors[0] < errors[1]
 
@@ -205,9 +207,27 @@ def row(model: str, clip: str, degradation: str = "mild", **values) -> dict:
 
 
 ROWS = [
-    row("bicubic", "a", psnr=20.0, lpips=0.4, flicker=2.0, static_share=0.75, still_flicker=1.0),
+    row(
+        "bicubic",
+        "a",
+        psnr=20.0,
+        lpips=0.4,
+        flicker=2.0,
+        static_share=0.75,
+        still_flicker=1.0,
+        still_latent_border=0.4,
+    ),
     row("bicubic", "b", psnr=30.0, lpips=0.6, flicker=4.0, static_share=0.25, still_flicker=1.0),
-    row("ours", "a", psnr=21.0, lpips=0.3, flicker=1.0, static_share=0.75, still_flicker=2.0),
+    row(
+        "ours",
+        "a",
+        psnr=21.0,
+        lpips=0.3,
+        flicker=1.0,
+        static_share=0.75,
+        still_flicker=2.0,
+        still_latent_border=0.54,
+    ),
     row("ours", "b", psnr=31.0, lpips=0.3, flicker=None, static_share=0.0, still_flicker=4.0),
 ]
 
@@ -222,6 +242,7 @@ def test_summary_by_hand():
     assert ours["lpips_share"] == pytest.approx(0.6)
     assert ours["flicker_ratio"] == pytest.approx(1 / 2.5)
     assert ours["still_ratio"] == pytest.approx(3)
+    assert ours["latent_border_excess"] == pytest.approx(0.1)
     assert ours["td_share"] is None
     assert report.summarise(ROWS[2:])[0]["psnr_gain"] is None  # no baseline, no comparison
 

@@ -10,8 +10,13 @@ made from truth with seed 0:
     heavy   Gaussian blur 1.8, bilinear x4, noise 7, JPEG quality 70, H.264 crf 27 at the clip's frame rate
 
 Blur is in truth pixels, noise in LR levels of 0 to 255, independent per pixel, channel and frame; bilinear is
-OpenCV's (two taps, no antialiasing). Beside the moving clips, one still scene a clip (its first frame held)
+OpenCV's (two taps, no antialiasing). x264 runs with preset medium and without its macroblock tree, whose
+result varies from run to run. Beside the moving clips, one still scene a clip (its first frame held)
 shows flicker and lines at latent and block borders, which motion would hide.
+
+Even bicubic has such lines under heavy: x264 codes frames in groups of four. `report` therefore sets every
+model's lines against bicubic's. `seconds_per_frame` is the run's own time on whatever the machine was doing;
+speed is measured elsewhere.
 
 Our training degradations cover these two; the peers' did not. `report` prints that beside every table.
 """
@@ -55,6 +60,7 @@ from recavsr.video.reader import Trim, open_reader
 # and without a cut in its first 45 frames (A_bbb1080_ffmpegwasm has one).
 HELD_OUT = ("A2_sam2demo_08_driving", "A_bbb_stereo", "A_mdn_flower", "B_pexels_4511004", "B_pexels_5927704")
 CROP_MULTIPLE = 32
+H264 = "libx264, preset medium, one thread, mbtree=0, at the clip's frame rate"
 
 
 @dataclass(frozen=True)
@@ -183,9 +189,9 @@ def _jpeg(cv2: ModuleType, frame: Frames, quality: int) -> Frames:
 
 
 def _h264(cv2: ModuleType, frames: Frames, crf: int, rate: Fraction) -> Frames:
-    """Encode and decode a clip with x264 (preset medium, BT.601 4:2:0). The rate matters to its crf."""
+    """Encode and decode a clip as `H264` says, BT.601 4:2:0. The frame rate matters to x264's crf."""
     planes = np.stack([cv2.cvtColor(frame, cv2.COLOR_RGB2YUV_I420) for frame in frames])
-    coded = code_clip(planes, "libx264", crf=crf, speed="medium", rate=rate, mbtree=True)
+    coded = code_clip(planes, "libx264", crf=crf, speed="medium", rate=rate)
     return np.stack([cv2.cvtColor(plane, cv2.COLOR_YUV2RGB_I420) for plane in coded])
 
 
@@ -212,7 +218,7 @@ def _cached_lr(
 ) -> Frames:
     if cache is None:
         return degrade(truth, degradation, rate, seed)
-    recipe = json.dumps([asdict(degradation), str(rate), seed, truth.shape])
+    recipe = json.dumps([asdict(degradation), H264, str(rate), seed, truth.shape])
     key = hashlib.sha256(recipe.encode() + np.ascontiguousarray(truth).tobytes()).hexdigest()[:24]
     path = cache / f"lr_{key}.npy"
     if path.is_file():
@@ -468,6 +474,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             "scale": SCALE,
             "clips": [clip.stem for clip in clips],
             "degradations": [asdict(DEGRADATIONS[name]) for name in degradations],
+            "h264": H264,
             "lpips": "alex v0.1",
             "ssim": "luma; ssim_rgb: mean over channels",
         },

@@ -29,14 +29,12 @@ def code_clip(
     bits_per_frame: float | None = None,
     speed: str = "fast",
     rate: Fraction | int = 1,
-    mbtree: bool = False,
 ) -> np.ndarray:
     """Encode and decode a clip in memory.
 
     planes: uint8 [T, H*3/2, W], planar 4:2:0 (Y rows, then U, then V). codec: "libx264" or "mpeg4".
     Rate: `crf` (libx264 only) or `bits_per_frame`, never both. speed: libx264's preset.
-    rate: frames a second; x264 spends far more bits at one crf when frames last longer. mbtree: x264's
-    macroblock tree, part of its usual crf.
+    rate: frames a second; x264 spends far more bits at one crf when frames last longer.
     Returns the decoded planes, same shape. One thread, so the result depends on the input alone.
     """
     frames, rows, width = planes.shape
@@ -49,7 +47,7 @@ def code_clip(
     options = {}
     if codec == "libx264":
         # Without mb-tree, whose lookahead makes x264's output vary from run to run.
-        options = {"preset": speed, "x264-params": f"threads=1:mbtree={int(mbtree)}"}
+        options = {"preset": speed, "x264-params": "threads=1:mbtree=0"}
         if crf is not None:
             options["crf"] = f"{crf:g}"
     if bits_per_frame is not None:
