@@ -119,7 +119,10 @@ def render(rows: Sequence[Row], *, per_clip: bool = False) -> str:
     for degradation in dict.fromkeys(row["degradation"] for row in rows):
         lines += [f"### {degradation}", ""]
         lines += _table([row for row in summary if row["degradation"] == degradation])
-    lines += [f"In brackets: against {BASELINE} (difference, or share). {NOTE}", ""]
+    lines += [
+        f"In brackets: against {BASELINE} (difference, share, or how much a line exceeds its line). {NOTE}",
+        "",
+    ]
     if per_clip:
         for degradation, clip in dict.fromkeys((row["degradation"], row["clip"]) for row in rows):
             chosen = [r for r in rows if (r["degradation"], r["clip"]) == (degradation, clip)]
