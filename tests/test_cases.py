@@ -44,9 +44,21 @@ def test_c01_every_frame_once_in_order(cases: Path, tmp_path: Path, count: int) 
     assert not report.truncated
 
 
-@pytest.mark.parametrize("scale", [2, 1.5])
 @pytest.mark.parametrize(
-    "name", ["320x180", "640x360", "480x720", "854x480", "426x240", "36x20", "322x182", "1000x16"]
+    ("name", "scale"),
+    [
+        ("320x180", 2),
+        ("320x180", 4),
+        ("640x360", 1.5),
+        ("480x720", 2),
+        ("854x480", 1.5),
+        ("426x240", 2),
+        ("36x20", 4),
+        ("36x20", 1.5),
+        ("322x182", 1.5),
+        ("1000x16", 2),
+        ("1000x16", 4),
+    ],
 )
 def test_c02_exact_size_and_all_four_edges(cases: Path, tmp_path: Path, name: str, scale: float) -> None:
     out = tmp_path / "out.mp4"

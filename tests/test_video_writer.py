@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from fractions import Fraction
@@ -282,6 +283,15 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not for pictures"):
         run_identity(source, tmp_path / "folder", codec="h264")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.mp4", "taken.mp4"]
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_clip(tmp_path / "in.mp4", 3)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)  # root may write everywhere
+    for name in ("out.mp4", "pictures"):
+        with pytest.raises(InputError, match="no permission to write into"):
+            run_identity(source, tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.mp4"]
 
 
 def test_overwriting_replaces_only_with_something_complete(tmp_path: Path) -> None:

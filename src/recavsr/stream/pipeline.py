@@ -16,9 +16,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-from av.packet import Packet
 
-from recavsr.video.frames import Frame
+from recavsr.video.frames import Frame, Packet
 from recavsr.video.writer import Writer
 
 Item = TypeVar("Item")

@@ -64,7 +64,7 @@ class Encoder:
 
 
 ENCODERS = {
-    "h264": Encoder("libx264", "crf", 17, 51, ("preset", "fast"), {"qp": "0"}),
+    "h264": Encoder("libx264", "crf", 17, 51, ("preset", "veryfast"), {"qp": "0"}),
     "hevc": Encoder(
         "libx265", "crf", 18, 51, ("preset", "fast"), {"x265-params": "lossless=1"}, bits=(8, 10, 12)
     ),

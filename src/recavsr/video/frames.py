@@ -11,7 +11,19 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from av.packet import Packet
 from av.video.frame import VideoFrame
+
+__all__ = [
+    "Frame",
+    "Orientation",
+    "Packet",
+    "Stamp",
+    "has_alpha",
+    "is_opaque",
+    "orientation_of",
+    "side_data_of",
+]
 
 
 @dataclass(frozen=True)
