@@ -1,1 +1,1 @@
-
+"""Training data: degradation, packs, clips, and the pool that feeds training."""

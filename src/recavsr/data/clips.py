@@ -37,6 +37,7 @@ from recavsr.video.memory_codec import Planes, decode_planes
 
 _CELL = 32  # pixels a side of the cells in which detail is measured
 _LEVELS = 2
+_CACHE_FORMAT = 1  # raise it when the same pack is to be decoded into other pixels
 
 
 # ---------------------------------------------------------------- specs
@@ -89,12 +90,12 @@ class CameraMotion:
         result[:, 0, 0], result[:, 0, 1] = cos, -sin
         result[:, 1, 0], result[:, 1, 1] = sin, cos
         flip_x, flip_y, transpose = mirror
+        if transpose:
+            result[:, :, :2] = result[:, :, [1, 0]]
         if flip_x:
             result[:, :, 0] *= -1
         if flip_y:
             result[:, :, 1] *= -1
-        if transpose:
-            result[:, :, :2] = result[:, :, [1, 0]]
         middle = (size - 1) / 2
         result[:, 0, 2] = x - middle * result[:, 0, :2].sum(1)
         result[:, 1, 2] = y - middle * result[:, 1, :2].sum(1)
@@ -356,7 +357,8 @@ class ClipSource:
             raise InputError(
                 f"{folder}: {len(missing)} files missing, such as {missing[0]}; copy all parts of the pack"
             )
-        digest = hashlib.sha256((folder / "index.json").read_bytes() + str(folder).encode()).hexdigest()[:16]
+        identity = (folder / "index.json").read_bytes() + f"{folder} {_CACHE_FORMAT}".encode()
+        digest = hashlib.sha256(identity).hexdigest()[:16]
         place = (default_cache() if cache is None else cache) / digest
         if not (place / "complete").is_file():
             _fill_cache(folder, place, index, processes)

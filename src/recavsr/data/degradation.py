@@ -253,7 +253,7 @@ def _medium_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
             )
         )
     elif draw < 0.8:
-        stages.append(Codec("mpeg4", None, float(rng.integers(10_000, 60_001))))
+        stages.append(Codec("mpeg4", None, float(rng.integers(1_500, 12_001))))
     return stages
 
 
@@ -402,12 +402,11 @@ def resize_matrix(source: int, target: int, filter_name: str) -> np.ndarray:
         cells = np.arange(source)
         overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
         return np.clip(overlap, 0, None) / ratio
+    centre = (np.arange(target) + 0.5) * ratio - 0.5
     if filter_name == "area":  # OpenCV enlarges by area so: flat cells with linear ramps between them
-        cell = np.floor(np.arange(target) * ratio)
-        ramp = np.arange(1, target + 1) - (cell + 1) / ratio
+        cell = np.arange(target) * source // target
+        ramp = np.arange(1, target + 1) - (cell + 1) * target / source
         centre = cell + np.where(ramp <= 0, 0, ramp - np.floor(ramp))
-    else:
-        centre = (np.arange(target) + 0.5) * ratio - 0.5
     stretch = max(ratio, 1.0) if filter_name == "antialiased" else 1.0
     if filter_name in ("bicubic", "antialiased"):
         reach, shape = 2 * stretch, -0.5 if filter_name == "antialiased" else -0.75
@@ -642,7 +641,8 @@ def jpeg_compress(clip: Tensor, quality: Sequence[float]) -> Tensor:
     """JPEG without its entropy coding: [T, 3, H, W] in [0, 1] -> the same, on 8-bit steps.
 
     quality: one a frame, libjpeg's 1 to 100. 4:2:0, standard tables. Against libjpeg at the same quality
-    the mean difference is below 0.3 grey levels (rounding of its integer arithmetic).
+    the mean difference is 0.2 grey levels on a grey picture and 0.7 on a coloured one (chroma is not
+    rounded between its steps), at most half of what JPEG 95 itself changes.
     """
     height, width = clip.shape[-2:]
     pixels = _to_8bit(clip)

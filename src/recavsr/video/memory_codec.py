@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import av
 import numpy as np
@@ -39,7 +40,7 @@ def code_clip(
     """
     frames, rows, width = planes.shape
     height = rows * 2 // 3
-    encoder = av.CodecContext.create(codec, "w")
+    encoder = _context(codec, "w")
     encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuv420p"
     encoder.time_base = 1 / Fraction(rate)
     encoder.framerate = Fraction(rate)
@@ -54,7 +55,7 @@ def code_clip(
         encoder.bit_rate = max(int(bits_per_frame * rate), 1000)  # x264 refuses less
     encoder.options = options
 
-    decoder = av.CodecContext.create(_DECODER[codec], "r")
+    decoder = _context(_DECODER[codec], "r")
     decoder.thread_count = 1
     packets = []
     for index in range(frames):
@@ -69,6 +70,12 @@ def code_clip(
     return np.stack([frame.to_ndarray() for frame in decoded])
 
 
+def _context(codec: str, mode: Literal["r", "w"]) -> av.VideoCodecContext:
+    context = av.CodecContext.create(codec, mode)
+    assert isinstance(context, av.VideoCodecContext)
+    return context
+
+
 @dataclass(frozen=True)
 class Planes:
     """A decoded 4:2:0 frame: luma uint8 [H, W], chroma uint8 [H/2, W/2] (rounded up), and how to read it."""
@@ -81,7 +88,7 @@ class Planes:
 
 
 def _crop(plane: av.video.plane.VideoPlane, height: int, width: int) -> np.ndarray:
-    flat = np.frombuffer(plane, np.uint8)
+    flat = np.frombuffer(memoryview(plane), np.uint8)
     return flat.reshape(-1, plane.line_size)[:height, :width].copy()
 
 
