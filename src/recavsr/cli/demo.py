@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import recavsr
 from recavsr.cli import options
 from recavsr.cli.console import Console, FrameProgress
 from recavsr.cli.models import resolve
@@ -16,6 +17,8 @@ from recavsr.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from recavsr.stream.step import BlockModel
 
 SCALE = 4
 # Left, top of the details shown: the bookshop's sign, the cafe's, the wheel and the tree, the taxi.
@@ -50,6 +53,7 @@ def command(
     except OSError as error:
         raise InputError(f"{output}: no folder can be made there ({error.strerror})") from error
 
+    network = recavsr.load(resolve(model), device=device, precision=precision)
     console.say(f"drawing {frames} frames of {WIDTH}x{HEIGHT}")
     truth = _draw(console, frames)
     console.say("degrading them: blur, a quarter of the size, noise, JPEG, H.264")
@@ -58,7 +62,7 @@ def command(
     lr = read_clip(source)
 
     console.say(f"upscaling {source} with {model}")
-    upscaled, seconds = _upscale(console, lr, model, device, precision)
+    upscaled, seconds = _upscale(console, lr, network)
     before = bicubic(lr)
 
     shown = Path(model).name
@@ -120,16 +124,11 @@ def _degrade(truth: np.ndarray) -> np.ndarray:
     return degraded.permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def _upscale(
-    console: Console, lr: np.ndarray, model: str, device: str, precision: str
-) -> tuple[np.ndarray, float]:
-    """Return the upscaled frames and the seconds it took, the model's loading not counted."""
+def _upscale(console: Console, lr: np.ndarray, network: BlockModel) -> tuple[np.ndarray, float]:
+    """Return the upscaled frames and the seconds it took."""
     import numpy as np
 
-    import recavsr
-
     height, width = lr.shape[1:3]
-    network = recavsr.load(resolve(model), device=device, precision=precision)
     session = recavsr.Session(network, (height, width), (height * SCALE, width * SCALE))
     done: list[np.ndarray] = []
     started = time.monotonic()
