@@ -402,7 +402,7 @@ def resize_matrix(source: int, target: int, filter_name: str) -> np.ndarray:
         cells = np.arange(source)
         overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
         return np.clip(overlap, 0, None) / ratio
-    centre = (np.arange(target) + 0.5) * ratio - 0.5
+    centre: np.ndarray = (np.arange(target) + 0.5) * ratio - 0.5
     if filter_name == "area":  # OpenCV enlarges by area so: flat cells with linear ramps between them
         cell = np.arange(target) * source // target
         ramp = np.arange(1, target + 1) - (cell + 1) * target / source
