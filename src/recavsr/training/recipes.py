@@ -30,6 +30,7 @@ from recavsr.models.autoencoder import Encoder
 from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import Generator
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
+from recavsr.models.weights import save_model_folder
 from recavsr.training.loop import LossFunction, RunSettings, train
 from recavsr.training.losses import (
     PerceptualDistance,
@@ -80,6 +81,18 @@ class NanoTraining(nn.Module):
         """Read weights that `save` wrote."""
         self.load_state_dict(load_file(str(path)), strict=True)
         self.set_statistics(self.latents_mean.flatten(), self.latents_std.flatten())
+
+
+    def export(self, path: Path) -> None:
+        """Write a model folder that `recavsr upscale --model` takes, in float16."""
+        vae = {
+            "scale_factor_spatial": nano().latent_stride,
+            "scale_factor_temporal": 4,
+            "z_dim": nano().latent_channels,
+            "latents_mean": [round(float(x), 6) for x in self.latents_mean.flatten()],
+            "latents_std": [round(float(x), 6) for x in self.latents_std.flatten()],
+        }
+        save_model_folder(path, self.generator, self.decoder, self.prompt, vae)
 
 
 @dataclass(frozen=True)
