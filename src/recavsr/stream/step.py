@@ -1,8 +1,8 @@
 """One block of streaming super-resolution: the paper's Eq. 1 and Figure 1 on a page.
 
-    LR frames --> generator.step --> SR latents --> decoder.step --> frames
-                   |  ^                 |  ^
-                   state (recycled latents, history, LR projector)    state (decoder history)
+LR frames --> generator.step --> SR latents --> decoder.step --> frames
+               |  ^                 |  ^
+               state (recycled latents, history, LR projector)    state (decoder history)
 """
 
 from __future__ import annotations
@@ -78,23 +78,22 @@ class ReCaVSR:
 
         Frames are not clamped. The state given is spent.
         """
-        config = self.generator.config
-        stride = config.latent_stride
-        shape = (
-            1,
-            config.latent_channels,
-            self.blocks.latents(state.block),
-            state.height // stride,
-            state.width // stride,
-        )
-        noise = block_noise(shape, state.seed, state.shot, state.block).to(self.device)
         lr_frames = lr_frames.to(self.generator.head.weight.dtype)
-        generator, sr_latents = self.generator.step(state.generator, self.condition, noise, lr_frames)
+        generator, sr_latents = self.generate(state, lr_frames)
         decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames)
         after = StreamState(
             generator, decoder, state.height, state.width, state.seed, state.shot, state.block + 1
         )
         return after, frames
+
+    def generate(self, state: StreamState, lr_frames: Tensor) -> tuple[GeneratorState, Tensor]:
+        """Make the SR latents [1, C, T, H, W] of the next block from its noise and LR frames (Eq. 1)."""
+        config = self.generator.config
+        stride = config.latent_stride
+        latents = self.blocks.latents(state.block)
+        shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
+        noise = block_noise(shape, state.seed, state.shot, state.block).to(self.device)
+        return self.generator.step(state.generator, self.condition, noise, lr_frames)
 
 
 def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:

@@ -30,7 +30,7 @@ from recavsr.models.autoencoder import Encoder
 from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import Generator
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
-from recavsr.models.weights import save_model_folder
+from recavsr.models.weights import ModelFolder, load_strictly, read_tensors, save_model_folder
 from recavsr.training.loop import LossFunction, RunSettings, train
 from recavsr.training.losses import (
     PerceptualDistance,
@@ -78,10 +78,19 @@ class NanoTraining(nn.Module):
         partial.replace(path)
 
     def load(self, path: Path) -> None:
-        """Read weights that `save` wrote."""
+        """Read weights that `save` wrote, or a model folder that `export` wrote, to train on."""
+        if path.is_dir():
+            folder = ModelFolder.open(path)
+            self.generator.load_state_dict(folder.load_generator().state_dict())
+            self.decoder.load_state_dict(folder.load_decoder().state_dict())
+            self.prompt.data.copy_(folder.load_prompt())
+            name = path / "vae.safetensors"
+            load_strictly(self.encoder, read_tensors(name, "cpu", torch.float32), name, str)
+            mean, std = (torch.tensor(x) for x in (folder.decoder.latents_mean, folder.decoder.latents_std))
+            self.set_statistics(mean, std)
+            return
         self.load_state_dict(load_file(str(path)), strict=True)
         self.set_statistics(self.latents_mean.flatten(), self.latents_std.flatten())
-
 
     def export(self, path: Path) -> None:
         """Write a model folder that `recavsr upscale --model` takes, in float16."""
@@ -93,6 +102,8 @@ class NanoTraining(nn.Module):
             "latents_std": [round(float(x), 6) for x in self.latents_std.flatten()],
         }
         save_model_folder(path, self.generator, self.decoder, self.prompt, vae)
+        encoder = {k: v.detach().to("cpu", torch.float16) for k, v in self.encoder.state_dict().items()}
+        save_file(encoder, str(path / "vae.safetensors"))  # not needed to upscale, but to train on
 
 
 @dataclass(frozen=True)
@@ -322,6 +333,8 @@ def run_stage(
     if name == "autoencoder":
         measure_statistics(model, iter(next_batch, None), 8)
     model.save(out / f"{name}.safetensors")
+    if name in ("joint", "polish"):
+        model.export(out / f"{name}_model")
     print(f"{name}: {steps} steps, weights in {out / f'{name}.safetensors'}", flush=True)
     return model
 
