@@ -73,7 +73,7 @@ class CacheAction:
     def select(self, positions: Iterable[int], rule: AnchorRule) -> tuple[int, ...]:
         """Return which of the known positions this action keeps, ascending, overlap counted once."""
         known = sorted(set(positions))
-        kept = set(known[len(known) - self.recent :] if self.recent else [])
+        kept = set(known[-self.recent :] if self.recent else [])
         if self.anchors and rule.capacity:
             kept.update([p for p in known if rule.is_anchor(p)][-rule.capacity :])
         return tuple(sorted(kept))

@@ -1,0 +1,96 @@
+"""Blocks in time, sizes in space."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recavsr.geometry import BlockPlan, Grid, frames_of_latents, padded_size, scaled_size
+
+plans = st.builds(BlockPlan, st.integers(1, 8), st.integers(1, 4))
+
+
+def test_the_papers_plan() -> None:
+    plan = BlockPlan()
+    assert [plan.latents(i) for i in range(4)] == [6, 2, 2, 2]
+    assert [plan.frames(i) for i in range(4)] == [21, 8, 8, 8]
+    assert [plan.first_frame(i) for i in range(4)] == [0, 21, 29, 37]
+    assert [plan.first_latent(i) for i in range(4)] == [0, 6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("frames", "blocks", "valid"),
+    [(0, 0, None), (1, 1, 1), (21, 1, 21), (22, 2, 1), (24, 2, 3), (29, 2, 8), (30, 3, 1), (117, 13, 8)],
+)
+def test_block_count_and_valid_frames(frames: int, blocks: int, valid: int | None) -> None:
+    made = list(BlockPlan().blocks(frames))
+    assert len(made) == BlockPlan().block_count(frames) == blocks
+    if valid is not None:
+        assert made[-1].valid_frames == valid
+
+
+def test_a_negative_count_has_no_blocks() -> None:
+    assert BlockPlan().block_count(-3) == 0
+
+
+@given(plans, st.integers(1, 300))
+def test_blocks_cover_every_frame_once(plan: BlockPlan, count: int) -> None:
+    blocks = list(plan.blocks(count))
+    assert [b.index for b in blocks] == list(range(plan.block_count(count)))
+    covered = [b.first_frame + i for b in blocks for i in range(b.valid_frames)]
+    assert covered == list(range(count))
+    latents = [b.first_latent + i for b in blocks for i in range(b.latents)]
+    assert latents == list(range(len(latents)))
+    for block in blocks:
+        assert block.frames == frames_of_latents(block.first_latent, block.latents)
+        assert 1 <= block.valid_frames <= block.frames
+    assert all(b.valid_frames == b.frames for b in blocks[:-1])
+
+
+@given(plans, st.integers(1, 200), st.integers(0, 200))
+def test_a_longer_clip_begins_with_the_blocks_of_a_shorter_one(
+    plan: BlockPlan, count: int, more: int
+) -> None:
+    """Only the valid frames of the last block may differ: nothing depends on how long the clip is."""
+    short, long = list(plan.blocks(count)), list(plan.blocks(count + more))
+    assert long[: len(short) - 1] == short[:-1]
+    last, same = short[-1], long[len(short) - 1]
+    assert (last.first_frame, last.frames, last.first_latent) == (
+        same.first_frame,
+        same.frames,
+        same.first_latent,
+    )
+
+
+@given(st.integers(0, 50), st.integers(0, 20), st.integers(0, 20))
+def test_frames_of_latents_add_up(first: int, count: int, more: int) -> None:
+    whole = frames_of_latents(first, count + more)
+    assert whole == frames_of_latents(first, count) + frames_of_latents(first + count, more)
+
+
+@pytest.mark.parametrize(("first", "rest"), [(0, 2), (6, 0), (-1, 2)])
+def test_a_block_has_latents(first: int, rest: int) -> None:
+    with pytest.raises(ValueError, match="at least one latent"):
+        BlockPlan(first, rest)
+
+
+def test_grid() -> None:
+    assert Grid(22, 40).cells == 880
+    with pytest.raises(ValueError, match="at least one row"):
+        Grid(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "wanted"),
+    [((180, 320), 4, (720, 1280)), ((5, 5), 2.5, (13, 13)), ((7, 9), 1.5, (11, 14)), ((3, 3), 0.5, (2, 2))],
+)
+def test_scaled_size_rounds_half_up(size: tuple[int, int], scale: float, wanted: tuple[int, int]) -> None:
+    assert scaled_size(*size, scale) == wanted
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 64))
+def test_padded_size(height: int, width: int, multiple: int) -> None:
+    for side, padded in zip((height, width), padded_size(height, width, multiple)):
+        assert padded % multiple == 0
+        assert side <= padded < side + multiple
