@@ -351,3 +351,22 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
             assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("rate", ["25", "24000/1001"])
+def test_y4m_states_the_rate_of_the_source(tmp_path: Path, rate: str) -> None:
+    source, out = tmp_path / "in.mp4", tmp_path / "out.y4m"
+    ffmpeg("-f", "lavfi", "-i", f"testsrc2=s=64x36:r={rate}", "-frames:v", "9", "-pix_fmt", "yuv420p", source)
+    run_identity(source, out)
+    assert Fraction(rate) == Fraction(out.read_bytes().split()[3][1:].decode().replace(":", "/"))
+    assert len(times(out)) == 9
+
+
+def test_y4m_holds_every_frame_of_a_source_with_uneven_times(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.mkv", tmp_path / "out.y4m"
+    uneven = "setpts='if(lt(N,4),N,if(lt(N,7),4+N/50,N))/TB/25'"
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=64x36:r=25", "-vf", uneven, "-fps_mode", "passthrough",
+           "-frames:v", "12", "-pix_fmt", "yuv420p", source)  # fmt: skip
+    count = len(times(source))
+    run_identity(source, out)
+    assert len(times(out)) == count

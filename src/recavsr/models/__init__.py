@@ -1,1 +1,1 @@
-
+"""The networks, their presets and their weights."""

@@ -1,1 +1,1 @@
-
+"""Streaming: blocks, sessions, and the job from file to file."""

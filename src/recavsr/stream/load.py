@@ -46,8 +46,11 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether the device has bfloat16 instructions."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-                and "avx512_bf16" in _cpu_flags())
+    return bool(
+        torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and "avx512_bf16" in _cpu_flags()
+    )
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -97,10 +100,10 @@ def load(
     """
     blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
     target = resolve_device(device)
+    dtype = resolve_precision(precision, target)
     if str(name) == "identity":
         return IdentityModel(target, blocks)
     folder = ModelFolder.open(model_folder(str(name)))
-    dtype = resolve_precision(precision, target)
     return ReCaVSR(
         str(name),
         folder.load_generator(target, dtype),

@@ -67,7 +67,9 @@ class Session:
     def push(self, frames: np.ndarray) -> list[np.ndarray]:
         """Take the next LR frames; return the SR frames of every block that they complete."""
         if frames.ndim != 4 or frames.shape[1:] != (*self.lr_size, 3):
-            raise InputError(f"frames must be [N, {self.lr_size[0]}, {self.lr_size[1]}, 3], got {frames.shape}")
+            raise InputError(
+                f"frames must be [N, {self.lr_size[0]}, {self.lr_size[1]}, 3], got {frames.shape}"
+            )
         if self._pending and self._pending[0].dtype != frames.dtype:
             raise InputError(f"the stream holds {self._pending[0].dtype} frames, got {frames.dtype}")
         done = []

@@ -24,6 +24,7 @@ class Container:
     deep_codec: str  # the default for more than 8 bits
     options: dict[str, str] = field(default_factory=dict)
     chapters: bool = True
+    times: bool = True  # each frame has a time of its own; else the rate is all there is
 
 
 # Edit lists carry streams that start late or before zero exactly; the index goes to the front, for the web.
@@ -39,7 +40,7 @@ CONTAINERS = {
         Container(".mov", "mov", ("h264", "hevc", "prores"), "hevc", _MP4_OPTIONS),
         Container(".mkv", "matroska", ("h264", "hevc", "av1", "vp9", "ffv1", "prores"), "hevc", _MKV_OPTIONS),
         Container(".webm", "webm", ("vp9", "av1"), "av1", _MKV_OPTIONS),
-        Container(".y4m", "yuv4mpegpipe", ("raw",), "raw", {"strict": "-1"}, chapters=False),
+        Container(".y4m", "yuv4mpegpipe", ("raw",), "raw", {"strict": "-1"}, chapters=False, times=False),
     )
 }
 

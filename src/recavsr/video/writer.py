@@ -69,6 +69,7 @@ class VideoWriter:
         self._sample_aspect = sample_aspect
         self._from_rgb = FromRgb(encoding.pixel_format, encoding.color)
         self._durations: dict[int, int] = {}
+        self._count = 0
         self._output: OutputContainer | None = None
         self._done = False
         self.warnings: list[str] = []
@@ -78,11 +79,15 @@ class VideoWriter:
     def write(self, frame: Frame) -> None:
         """Encode one frame [H, W, 3]; the first one opens the file."""
         try:
+            stamp = frame.stamp
+            if not self._container.times:
+                stamp = Stamp(self._count, 1, 1 / self._reader.info.rate)
             if self._output is None:
-                self._open(frame.stamp)
+                self._open(stamp)
             picture = self._from_rgb(frame.pixels)
-            picture.pts, picture.time_base = frame.stamp.pts, frame.stamp.time_base
-            self._durations[frame.stamp.pts] = frame.stamp.duration
+            picture.pts, picture.time_base = stamp.pts, stamp.time_base
+            self._durations[stamp.pts] = stamp.duration
+            self._count += 1
             self._mux(self._video.encode(picture))
             self._copier.release(frame.stamp.end)
         except (av.error.FFmpegError, OSError) as error:

@@ -1,0 +1,44 @@
+"""Finding models by name, and what is refused before any weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recavsr.errors import InputError
+from recavsr.stream.load import load, model_folder
+
+
+@pytest.mark.parametrize("name", ["identity", "nano"])
+def test_an_unknown_precision_is_refused_for_every_model(name: str) -> None:
+    with pytest.raises(InputError, match="fp3"):
+        load(name, device="cpu", precision="fp3")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(InputError, match="choose auto, cpu, cuda"):
+        load("identity", device="abacus")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./missing/folder/of/weights"])
+def test_an_unknown_name_is_refused_without_asking_the_hub(name: str) -> None:
+    with pytest.raises(InputError, match="not a packaged name, a folder, or a hub id"):
+        load(name, device="cpu")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=str(tmp_path)):
+        load(tmp_path, device="cpu")
+
+
+def test_nano_comes_with_the_package() -> None:
+    model = load("nano", device="cpu", precision="bf16", first_block_latents=2)
+    assert (model.name, model.device.type, model.blocks.frames(0)) == ("nano", "cpu", 5)
+    weights = sum(file.stat().st_size for file in model_folder("nano").iterdir())
+    assert weights < 40e6
+    _, frames = model.step(model.start(64, 96), torch.zeros(1, 3, 5, 64, 96))
+    assert frames.shape == (1, 3, 5, 64, 96)
+    assert frames.dtype == torch.float32
+    assert frames.isfinite().all()
