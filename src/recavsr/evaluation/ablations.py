@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="folder of the held-out clips")
     parser.add_argument("-o", "--output", required=True, type=Path, help="result file (JSON)")
     parser.add_argument("--full", action="store_true", help="the full protocol instead of the quick one")
+    parser.add_argument("--no-lpips", action="store_true", help="leave LPIPS out")
     parser.add_argument("--weights", help="folder of the LPIPS weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
@@ -77,13 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load(options.model, device=options.device, precision=options.precision)
     if not isinstance(model, ReCaVSR):
         raise InputError(f"{options.model} has no parts to switch off")
-    variants = [model, *(Ablated(model, variant) for variant in VARIANTS)]
+    variants: list[ReCaVSR] = [model, *(Ablated(model, variant) for variant in VARIANTS)]
     protocol = FULL if options.full else QUICK
     rows = evaluate(
         [open_peer("bicubic"), *(session_upscaler(variant, variant.name) for variant in variants)],
         held_out_clips(options.data),
         protocol,
-        lpips=LPIPS(net="alex", weights=options.weights).to(model.device),
+        lpips=None if options.no_lpips else LPIPS("alex", options.weights).to(model.device),
         cache=weights_folder() / "evaluation",
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
