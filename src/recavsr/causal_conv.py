@@ -37,7 +37,7 @@ class CausalConv3d(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def step(self, history: ConvHistory | None, x: Tensor) -> tuple[ConvHistory, Tensor]:
-        """Convolve the next frames `x` [B, C, F, H, W], F >= 1; `history` is None at the start.
+        """Convolve the next frames `x` [B, C, F, H, W]; `history` is None at the start, where F >= 1.
 
         Returns the next history and the outputs [B, C', F', H', W'] that fell due; F' may be 0.
         """

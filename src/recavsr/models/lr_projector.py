@@ -43,12 +43,7 @@ class LRProjector(nn.Module):
         """
         x = unshuffle_frames(lr_frames, self.latent_stride)
         first, x = self.conv1.step(state.first, x)
-        second = state.second
-        if x.shape[2]:
-            x = F.silu(self.norm1(x))
-            second, x = self.conv2.step(second, x)
-        else:
-            x = x.new_empty(x.shape[0], self.conv2.weight.shape[0], 0, 1, 1)
+        second, x = self.conv2.step(state.second, F.silu(self.norm1(x)))  # x may be empty
         tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 3, 2, 1).contiguous()
         return LRProjectorState(first, second), self.out_proj(tokens)
 

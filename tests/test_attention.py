@@ -1,0 +1,178 @@
+"""Windowed attention equals its definition, for every kind of window, grid and grouping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
+from recavsr.geometry import Grid
+
+CPU = torch.device("cpu")
+MINUS = float("-inf")
+
+CASES = {
+    "per query": (Grid(9, 11), SpatialWindow(4, 6)),
+    "per query, odd sides": (Grid(10, 7), SpatialWindow(3, 5)),
+    "per query, many tiles": (Grid(17, 19), SpatialWindow(5, 4)),
+    "one axis covered": (Grid(5, 12), SpatialWindow(8, 4)),
+    "tiles": (Grid(12, 16), SpatialWindow(8, 8, stride=4)),
+    "tiles, grid not divisible": (Grid(11, 18), SpatialWindow(8, 8, stride=4)),
+    "tiles, one axis covered": (Grid(6, 17), SpatialWindow(8, 8, stride=4)),
+    "tiles of an odd window": (Grid(9, 10), SpatialWindow(5, 3, stride=2)),
+    "cut": (Grid(9, 10), SpatialWindow(4, 6, border="cut")),
+    "cut, window wider than the grid": (Grid(6, 10), SpatialWindow(8, 6, border="cut")),
+    "covers": (Grid(5, 6), SpatialWindow(22, 40)),
+    "covers, cut": (Grid(3, 4), SpatialWindow(6, 8, border="cut")),
+    "covers, tiles": (Grid(5, 6), SpatialWindow(8, 8, stride=4)),
+    "one cell": (Grid(1, 1), SpatialWindow(4, 4)),
+}
+
+
+def inputs(
+    grid: Grid,
+    *,
+    batch: int = 1,
+    groups: int = 2,
+    repeats: int = 1,
+    query_time: int = 2,
+    key_time: int = 3,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    query = torch.randn(batch, groups, grid.cells, query_time, repeats, 8, dtype=dtype)
+    key, value = torch.randn(2, batch, groups, grid.cells, key_time, 8, dtype=dtype)
+    return query, key, value
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "time_bias"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"batch": 2, "groups": 1, "repeats": 4},
+        {"repeats": 2, "query_time": 1, "key_time": 1},
+        {"query_time": 6, "key_time": 6},
+    ],
+    ids=["plain", "grouped heads", "single latents", "first block"],
+)
+def test_equals_the_definition(name: str, biased: bool, sizes: dict[str, int]) -> None:
+    grid, window = CASES[name]
+    query, key, value = inputs(grid, **sizes)
+    bias = None
+    if biased:
+        bias = torch.randn(query.shape[3], key.shape[3])
+        bias[:, 1:].masked_fill_(torch.rand_like(bias[:, 1:]) < 0.4, MINUS)  # the first key stays visible
+    plan = plan_window(grid, window, CPU)
+    ours = windowed_attention(query, key, value, plan, bias)
+    wanted = reference_attention(query, key, value, grid, window, bias)
+    assert ours.shape == query.shape
+    torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_window_on_any_grid(data: st.DataObject) -> None:
+    grid = Grid(data.draw(st.integers(1, 14)), data.draw(st.integers(1, 14)))
+    border = data.draw(st.sampled_from(["shift", "cut"]))
+    if border == "cut":
+        window = SpatialWindow(
+            2 * data.draw(st.integers(1, 8)), 2 * data.draw(st.integers(1, 8)), border="cut"
+        )
+    else:
+        height, width = data.draw(st.integers(1, 16)), data.draw(st.integers(1, 16))
+        window = SpatialWindow(height, width, data.draw(st.integers(1, min(height, width))))
+    query, key, value = inputs(grid, groups=1, query_time=1, key_time=2)
+    ours = windowed_attention(query, key, value, plan_window(grid, window, CPU))
+    wanted = reference_attention(query, key, value, grid, window)
+    torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["per query", "tiles, grid not divisible", "cut", "covers"])
+def test_gradients_equal_the_definitions(name: str) -> None:
+    """Against a definition of its own in float64 (`reference_attention` computes in float32)."""
+    grid, window = CASES[name]
+    tensors = [x.requires_grad_() for x in inputs(grid, repeats=2, dtype=torch.float64)]
+    bias = torch.tensor([[0.0, 0.5, MINUS], [0.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    out = windowed_attention(*tensors, plan_window(grid, window, CPU), bias)
+
+    seen = torch.zeros(grid.cells, grid.cells, dtype=torch.bool)
+    for y, rows in enumerate(window.rows(grid)):
+        for x, columns in enumerate(window.columns(grid)):
+            for row in rows:
+                for column in columns:
+                    seen[y * grid.width + x, row * grid.width + column] = True
+    query, key, value = tensors
+    scores = torch.einsum("bgntrd,bgmsd->bgrtnms", query, key) * query.shape[-1] ** -0.5
+    scores = scores + bias[:, None, None, :]
+    scores = scores.masked_fill(~seen[:, :, None], MINUS)
+    weights = scores.flatten(-2).softmax(-1).view_as(scores)
+    wanted = torch.einsum("bgrtnms,bgmsd->bgntrd", weights, value)
+    torch.testing.assert_close(out, wanted, atol=1e-12, rtol=1e-10)
+
+    upstream = torch.randn_like(out)
+    ours = torch.autograd.grad(out, [*tensors, bias], upstream)
+    theirs = torch.autograd.grad(wanted, [*tensors, bias], upstream)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
+
+
+def test_cells_outside_the_window_do_not_matter() -> None:
+    grid, window = Grid(8, 8), SpatialWindow(3, 3)
+    query, key, value = inputs(grid)
+    plan = plan_window(grid, window, CPU)
+    before = windowed_attention(query, key, value, plan)
+    far = value.clone()
+    far[:, :, -1] += 100  # the last cell
+    after = windowed_attention(query, key, far, plan)
+    changed = (before != after).any(-1).any(-1).any(-1)[0, 0].view(8, 8)
+    wanted = torch.zeros(8, 8, dtype=torch.bool)
+    wanted[6:, 6:] = True
+    assert torch.equal(changed, wanted)
+
+
+def test_windows_shift_inward_at_borders() -> None:
+    """start = clamp(y - 11, 0, H - 22): 11 before a cell, 10 after it, a constant size."""
+    rows = SpatialWindow(22, 40).rows(Grid(34, 60))
+    assert rows[0] == range(0, 22)
+    assert rows[11] == range(0, 22)
+    assert rows[12] == range(1, 23)
+    assert rows[33] == range(12, 34)
+    assert {len(row) for row in rows} == {22}
+
+
+def test_windows_are_cut_at_borders() -> None:
+    """[q - 12, q + 12), truncated."""
+    rows = SpatialWindow(24, 24, border="cut").rows(Grid(40, 40))
+    assert rows[0] == range(0, 12)
+    assert rows[20] == range(8, 32)
+    assert rows[39] == range(27, 40)
+
+
+def test_tiles_are_centred_in_their_window() -> None:
+    columns = SpatialWindow(8, 8, stride=4).columns(Grid(16, 16))
+    assert [columns[x] for x in (0, 4, 7, 8, 12)] == [
+        range(0, 8),
+        range(2, 10),
+        range(2, 10),
+        range(6, 14),
+        range(8, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0, 4), (4, 4, 0), (4, 8, 5), (5, 4, 1, "cut"), (4, 5, 1, "cut"), (4, 4, 2, "cut")]
+)
+def test_impossible_windows_are_refused(arguments: tuple) -> None:
+    with pytest.raises(ValueError, match="a window"):
+        SpatialWindow(*arguments)
+
+
+def test_a_plan_of_another_grid_is_refused() -> None:
+    query, key, value = inputs(Grid(4, 4))
+    with pytest.raises(ValueError, match="20 cells, not 16"):
+        windowed_attention(query, key, value, plan_window(Grid(4, 5), SpatialWindow(2, 2), CPU))

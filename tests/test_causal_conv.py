@@ -1,0 +1,126 @@
+"""Causal convolutions and the LR projector stream: pieces equal the whole, the future changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recavsr.causal_conv import CausalConv3d, ConvHistory
+from recavsr.models.lr_projector import LRProjector, LRProjectorState, unshuffle_frames
+
+FRAMES = 29
+CUTS = [[29], [1] * 29, [21, 8], [1, 4, 8, 16], [2, 3, 5, 7, 11, 1], [3, 3, 3, 20]]
+
+
+def conv_in_pieces(conv: CausalConv3d, x: Tensor, sizes: list[int]) -> Tensor:
+    history, outputs = None, []
+    for piece in x.split(sizes, dim=2):
+        history, y = conv.step(history, piece)
+        outputs.append(y)
+    return torch.cat(outputs, dim=2)
+
+
+def project(projector: LRProjector, x: Tensor, sizes: list[int]) -> Tensor:
+    state, outputs = LRProjectorState(), []
+    for piece in x.split(sizes, dim=2):
+        state, tokens = projector.step(state, piece)
+        outputs.append(tokens)
+    return torch.cat(outputs, dim=2)
+
+
+@pytest.fixture
+def projector() -> LRProjector:
+    torch.manual_seed(1)
+    model = LRProjector((8, 12), 16, latent_stride=4, patch=2)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)  # biases are zero at first, which would hide a wrong one
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 1, 1), (2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_pieces_equal_the_whole(stride: tuple[int, int, int], sizes: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    conv = CausalConv3d(3, 5, (4, 3, 3), stride).to(dtype).requires_grad_(False)
+    x = torch.randn(2, 3, FRAMES, 6, 7).to(dtype)
+    whole, pieces = conv_in_pieces(conv, x, [FRAMES]), conv_in_pieces(conv, x, sizes)
+    assert whole.shape[2] == -(-FRAMES // stride[0])
+    torch.testing.assert_close(pieces, whole, atol=1e-6 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+def test_it_is_the_padded_convolution() -> None:
+    """Its definition: the first frame repeated in front, zeros around each picture."""
+    torch.manual_seed(0)
+    conv = CausalConv3d(3, 5, (4, 3, 3), (2, 2, 2))
+    nn.init.normal_(conv.bias)
+    x = torch.randn(1, 3, 9, 6, 8)
+    padded = torch.cat([x[:, :, :1].expand(-1, -1, 3, -1, -1), x], dim=2)
+    wanted = nn.functional.conv3d(padded, conv.weight, conv.bias, (2, 2, 2), (0, 1, 1))
+    _, out = conv.step(None, x)
+    torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("changed", [1, 4, 5, 20, 28])
+def test_the_future_never_changes_the_past(changed: int) -> None:
+    torch.manual_seed(0)
+    conv = CausalConv3d(3, 4, (4, 3, 3), (2, 1, 1)).requires_grad_(False)
+    x = torch.randn(1, 3, FRAMES, 4, 4)
+    other = x.clone()
+    other[:, :, changed:] += 1
+    a, b = conv_in_pieces(conv, x, [FRAMES]), conv_in_pieces(conv, other, [FRAMES])
+    before = (changed + 1) // 2  # outputs stand at frames 0, 2, 4, ...
+    assert torch.equal(a[:, :, :before], b[:, :, :before])
+    assert not torch.equal(a[:, :, before:], b[:, :, before:])
+
+
+def test_the_history_is_the_last_frames() -> None:
+    conv = CausalConv3d(2, 2, (4, 3, 3), (2, 1, 1)).requires_grad_(False)
+    x = torch.randn(1, 2, 7, 3, 3)
+    history, _ = conv.step(None, x)
+    assert torch.equal(history.frames, x[:, :, -3:])
+    assert history.phase == 1  # frames 0, 2, 4, 6 gave outputs; one frame passes before frame 8
+    history, out = conv.step(ConvHistory(history.frames, history.phase), x[:, :, :1])
+    assert (out.shape[2], history.phase) == (0, 0)
+
+
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
+def test_projector_pieces_equal_the_whole(projector: LRProjector, sizes: list[int]) -> None:
+    x = torch.rand(2, 3, FRAMES, 16, 24) * 2 - 1
+    whole = project(projector, x, [FRAMES])
+    assert whole.shape == (2, 2 * 3, 8, 16)
+    torch.testing.assert_close(project(projector, x, sizes), whole, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("changed", range(1, FRAMES, 3))
+def test_projector_token_j_reads_frames_up_to_4j(projector: LRProjector, changed: int) -> None:
+    x = torch.rand(1, 3, FRAMES, 16, 16) * 2 - 1
+    other = x.clone()
+    other[:, :, changed:] *= -1
+    a, b = project(projector, x, [FRAMES]), project(projector, other, [FRAMES])
+    before = (changed + 3) // 4
+    assert torch.equal(a[:, :, :before], b[:, :, :before])
+    assert not torch.equal(a[:, :, before], b[:, :, before])
+
+
+def test_projector_in_bfloat16_is_near_float32(projector: LRProjector) -> None:
+    """The two precisions run different code (2-D convolutions in bfloat16)."""
+    x = (torch.rand(1, 3, FRAMES, 16, 24) * 2 - 1).bfloat16()
+    exact = project(projector.bfloat16().float(), x.float(), [21, 8])
+    half = project(projector.bfloat16(), x, [21, 8])
+    assert half.dtype == torch.bfloat16
+    error = (half.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 0.01
+
+
+def test_unshuffle_order_is_channel_row_column() -> None:
+    x = torch.arange(2 * 3 * 4 * 6.0).view(1, 2, 3, 4, 6)
+    out = unshuffle_frames(x, 2)
+    assert out.shape == (1, 8, 3, 2, 3)
+    for channel in range(2):
+        for row in range(2):
+            for column in range(2):
+                part = x[0, channel, :, row::2, column::2]
+                assert torch.equal(out[0, channel * 4 + row * 2 + column], part)
