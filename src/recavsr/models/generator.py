@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from recavsr.attention import SpatialWindow, plan_window
 from recavsr.cache_policy import Schedule, visible_after_blocks
 from recavsr.errors import InputError
-from recavsr.geometry import BlockPlan, Grid
+from recavsr.geometry import BlockPlan, Grid, frames_of_latents
 from recavsr.layers import sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import KVHistory, extend
@@ -206,6 +206,8 @@ class Generator(nn.Module):
         config = self.config
         latents = noise.shape[2]
         positions = tuple(range(state.next_position, state.next_position + latents))
+        if lr_frames.shape[2] != frames_of_latents(state.next_position, latents):
+            raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
         projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames)
         recycled = _aligned(state.recycled, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
@@ -301,7 +303,8 @@ def teacher_forced_recycled(latents: Tensor, plan: BlockPlan) -> Tensor:
 
     Block k gets the latents of block k - 1, aligned as in streaming; the first block gets zeros.
     """
-    parts, previous, start = [], None, 0
+    parts: list[Tensor] = []
+    previous, start = None, 0
     while start < latents.shape[2]:
         block = latents[:, :, start : start + plan.latents(len(parts))]
         parts.append(_aligned(previous, block))

@@ -1,0 +1,251 @@
+"""The generator streams: steps equal the masked whole, at any position, for any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from recavsr.attention import SpatialWindow
+from recavsr.cache_policy import PAPER_SCHEDULE, AnchorRule, CacheAction, Schedule, visible_after_blocks
+from recavsr.errors import InputError
+from recavsr.geometry import BlockPlan, frames_of_latents
+from recavsr.models.generator import (
+    Generator,
+    GeneratorConfig,
+    GeneratorState,
+    schedule_visibility,
+    teacher_forced_recycled,
+    with_schedule,
+)
+from recavsr.models.presets import nano, recavsr_5b
+from tiny import CHANNELS, GENERATOR, STRIDE, tiny_generator, tiny_prompt
+
+ROWS, COLUMNS = 4, 5
+
+
+def clip(latents: int, batch: int = 1, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Return noise and LR frames of a clip from the start of a stream."""
+    random = torch.Generator().manual_seed(seed)
+    noise = torch.randn(batch, CHANNELS, latents, ROWS, COLUMNS, generator=random)
+    shape = (batch, 3, frames_of_latents(0, latents), STRIDE * ROWS, STRIDE * COLUMNS)
+    return noise, torch.rand(shape, generator=random) * 2 - 1
+
+
+@torch.no_grad()
+def stream(
+    model: Generator, noise: Tensor, lr_frames: Tensor, plan: BlockPlan, prompt: Tensor | None = None
+) -> tuple[GeneratorState, Tensor]:
+    """Generate a clip block by block."""
+    condition = model.condition(tiny_prompt() if prompt is None else prompt)
+    state, blocks, block = model.start(), [], 0
+    while state.next_position < noise.shape[2]:
+        first, count = state.next_position, plan.latents(block)
+        frames = plan.first_frame(block)
+        state, latents = model.step(
+            state,
+            condition,
+            noise[:, :, first : first + count],
+            lr_frames[:, :, frames : frames + plan.frames(block)],
+        )
+        blocks.append(latents)
+        block += 1
+    return state, torch.cat(blocks, dim=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "latents"),
+    [
+        (BlockPlan(), 16),
+        (BlockPlan(1, 1), 13),
+        (BlockPlan(2, 2), 14),
+        (BlockPlan(1, 3), 13),
+        (BlockPlan(5, 4), 17),
+    ],
+)
+@pytest.mark.parametrize("window", [SpatialWindow(2, 3), SpatialWindow(4, 4, stride=2), SpatialWindow(9, 9)])
+def test_steps_equal_the_masked_whole(plan: BlockPlan, latents: int, window: SpatialWindow) -> None:
+    """Streaming and Stage 1's parallel form are one function."""
+    model = tiny_generator(replace(GENERATOR, window=window))
+    noise, lr_frames = clip(latents)
+    _, streamed = stream(model, noise, lr_frames, plan)
+    recycled = teacher_forced_recycled(streamed, plan)
+    with torch.no_grad():
+        velocity = model(model.condition(tiny_prompt()), noise, lr_frames, recycled, plan)
+    torch.testing.assert_close(noise - velocity, streamed, atol=1e-5, rtol=0)
+
+
+def test_history_matters() -> None:
+    """The test above could fail: without history the same blocks come out differently."""
+    plan, (noise, lr_frames) = BlockPlan(), clip(12)
+    _, streamed = stream(tiny_generator(), noise, lr_frames, plan)
+    forgetful = tiny_generator(with_schedule(GENERATOR, Schedule.uniform(4, CacheAction())))
+    _, other = stream(forgetful, noise, lr_frames, plan)
+    assert torch.equal(streamed[:, :, :6], other[:, :, :6])
+    assert (streamed[:, :, 6:] - other[:, :, 6:]).abs().max() > 1e-3
+
+
+def test_history_holds_what_the_schedule_says() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    noise, lr_frames = clip(16)
+    state, _ = stream(model, noise, lr_frames, plan)
+    blocks = [tuple(range(6)), *((n, n + 1) for n in range(6, 18, 2))]
+    for action, history in zip(GENERATOR.schedule.actions, state.layers):
+        wanted = visible_after_blocks(action, AnchorRule(), blocks)[6]
+        assert (history.positions if history else ()) == wanted
+        if history:
+            assert history.keys.shape == history.values.shape == (1, 2, ROWS * COLUMNS, len(wanted), 12)
+    assert state.layers[0] is None
+    assert state.next_position == 16
+
+
+def test_memory_is_bounded() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    sizes = [stream(model, *clip(latents), plan)[0].nbytes for latents in (20, 32, 44)]
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def shifted(state: GeneratorState, by: int) -> GeneratorState:
+    """Return a state as if the stream had started `by` latents later: keys turn with their positions.
+
+    The temporal rotation of stored keys is undone and done again through the complex exponential.
+    """
+    from recavsr.rope import AxisSplit, angles
+
+    channels = AxisSplit.wan(12).time
+    turn = torch.polar(
+        torch.ones(channels // 2, dtype=torch.float64), angles(torch.tensor([by]), channels)[0]
+    )
+
+    def move(keys: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(keys[..., :channels].double().unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * turn).flatten(-2).float()
+        return torch.cat([turned, keys[..., channels:]], dim=-1)
+
+    layers = tuple(
+        h and replace(h, keys=move(h.keys), positions=tuple(p + by for p in h.positions))
+        for h in state.layers
+    )
+    return replace(state, layers=layers, next_position=state.next_position + by)
+
+
+@pytest.mark.parametrize("by", [6, 6 * 1000, 6 * 166_666])
+def test_a_stream_has_no_length_limit(by: int) -> None:
+    """Position 10^6 gives what position 0 gives; shifts by 6 keep the anchors where they are."""
+    model, plan = tiny_generator(), BlockPlan()
+    noise, lr_frames = clip(24)
+    near, _ = stream(model, noise[:, :, :12], lr_frames, plan)
+    far = shifted(near, by)
+    condition = model.condition(tiny_prompt())
+    for first in range(12, 24, 2):
+        frames = lr_frames[:, :, 4 * first - 3 : 4 * first + 5]
+        with torch.no_grad():
+            near, here = model.step(near, condition, noise[:, :, first : first + 2], frames)
+            far, there = model.step(far, condition, noise[:, :, first : first + 2], frames)
+        torch.testing.assert_close(there, here, atol=2e-5, rtol=0)
+        for a, b in zip(near.layers, far.layers):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert tuple(p + by for p in a.positions) == b.positions
+
+
+def test_a_batch_equals_its_clips() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    noise, lr_frames = clip(10, batch=2)
+    prompts = torch.cat([tiny_prompt(), tiny_prompt() + 1])
+    _, both = stream(model, noise, lr_frames, plan, prompts)
+    for i in range(2):
+        one = slice(i, i + 1)
+        _, alone = stream(model, noise[one], lr_frames[one], plan, prompts[one])
+        torch.testing.assert_close(both[one], alone, atol=1e-5, rtol=0)
+
+
+def test_later_frames_never_change_earlier_latents() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    noise, lr_frames = clip(10)
+    _, before = stream(model, noise, lr_frames, plan)
+    other, other_noise = lr_frames.clone(), noise.clone()
+    other[:, :, 29:] *= -1
+    other_noise[:, :, 8:] *= -1
+    _, after = stream(model, other_noise, other, plan)
+    assert torch.equal(before[:, :, :8], after[:, :, :8])
+    assert not torch.equal(before[:, :, 8:], after[:, :, 8:])
+
+
+def test_the_state_given_is_not_written_to() -> None:
+    model = tiny_generator()
+    noise, lr_frames = clip(8)
+    condition = model.condition(tiny_prompt())
+    with torch.no_grad():
+        state, _ = model.step(model.start(), condition, noise[:, :, :6], lr_frames[:, :, :21])
+        copy = state.clone()
+        _, first = model.step(state, condition, noise[:, :, 6:], lr_frames[:, :, 21:])
+        assert all(torch.equal(a, b) for a, b in zip(state.tensors(), copy.tensors(), strict=True))
+        _, again = model.step(state, condition, noise[:, :, 6:], lr_frames[:, :, 21:])
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize(("start", "frames"), [(0, 6), (0, 8), (0, 1), (2, 7), (2, 5), (2, 9), (2, 0)])
+def test_frames_that_do_not_fit_the_latents_are_refused(start: int, frames: int) -> None:
+    """The frames of 2 latents are 5 at the start and 8 later; 6 would shift all that follows."""
+    model, condition = tiny_generator(), tiny_generator().condition(tiny_prompt())
+    noise, lr_frames = clip(4)
+    state = model.start()
+    with torch.no_grad():
+        if start:
+            state, _ = model.step(state, condition, noise[:, :, :2], lr_frames[:, :, :5])
+        with pytest.raises(ValueError, match=f"{frames} LR frames do not fit 2 latents"):
+            model.step(state, condition, noise[:, :, :2], lr_frames[:, :, :frames])
+
+
+def test_recycled_latents_of_teacher_forcing() -> None:
+    latents = torch.arange(1.0, 11).view(1, 1, 10, 1, 1)
+    recycled = teacher_forced_recycled(latents, BlockPlan())
+    assert recycled.flatten().tolist() == [0] * 6 + [5, 6, 7, 8]  # the last two of the block before
+    recycled = teacher_forced_recycled(latents, BlockPlan(1, 3))
+    assert recycled.flatten().tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_visibility_of_the_schedule() -> None:
+    schedule = Schedule((CacheAction(0), CacheAction(2), CacheAction(0, anchors=True)))
+    none, recent, anchor = ((b == 0).int() for b in schedule_visibility(schedule, BlockPlan(), 10))
+    assert none[7].tolist() == [0] * 6 + [1, 1, 0, 0]
+    assert recent[7].tolist() == [0] * 4 + [1, 1, 1, 1, 0, 0]
+    assert anchor[9].tolist() == [0] * 5 + [1, 0, 0, 1, 1]
+    assert none[0].tolist() == [1] * 6 + [0] * 4
+
+
+def test_a_schedule_of_another_length_is_refused() -> None:
+    with pytest.raises(InputError, match="30 actions for 4 layers"):
+        with_schedule(GENERATOR, PAPER_SCHEDULE)
+
+
+@pytest.mark.parametrize("config", [recavsr_5b(), nano(), replace(GENERATOR, latent_stride=16)], ids=str)
+def test_released_config_round_trip(config: GeneratorConfig) -> None:
+    assert GeneratorConfig.from_released(config.to_released()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"colour": 1}, "colour"),
+        ({"qk_norm": "layer_norm"}, "qk_norm"),
+        ({"patch_size": [1, 2, 3]}, "square"),
+        ({"out_channels": 3}, "out_channels"),
+        ({"spatial_window": {"height": 2, "width": 2, "depth": 1}}, "depth"),
+        ({"spatial_window": {"height": 0, "width": 2}}, "at least one cell"),
+        ({"num_layers": 5}, "4 actions for 5 layers"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_name(change: dict, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        GeneratorConfig.from_released(GENERATOR.to_released() | change)
+
+
+def test_a_missing_field_is_named() -> None:
+    config = GENERATOR.to_released()
+    del config["ffn_dim"]
+    with pytest.raises(InputError, match="ffn_dim"):
+        GeneratorConfig.from_released(config)
