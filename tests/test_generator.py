@@ -21,6 +21,7 @@ from recavsr.models.generator import (
     with_schedule,
 )
 from recavsr.models.presets import nano, recavsr_5b
+from recavsr.rope import AxisSplit, angles
 from tiny import CHANNELS, GENERATOR, STRIDE, tiny_generator, tiny_prompt
 
 ROWS, COLUMNS = 4, 5
@@ -103,8 +104,8 @@ def test_history_holds_what_the_schedule_says() -> None:
 
 def test_memory_is_bounded() -> None:
     model, plan = tiny_generator(), BlockPlan()
-    sizes = [stream(model, *clip(latents), plan)[0].nbytes for latents in (20, 32, 44)]
-    assert sizes[0] == sizes[1] == sizes[2]
+    sizes = [stream(model, *clip(latents), plan)[0].nbytes for latents in (20, 26)]
+    assert sizes[0] == sizes[1]
 
 
 def shifted(state: GeneratorState, by: int) -> GeneratorState:
@@ -112,8 +113,6 @@ def shifted(state: GeneratorState, by: int) -> GeneratorState:
 
     The temporal rotation of stored keys is undone and done again through the complex exponential.
     """
-    from recavsr.rope import AxisSplit, angles
-
     channels = AxisSplit.wan(12).time
     turn = torch.polar(
         torch.ones(channels // 2, dtype=torch.float64), angles(torch.tensor([by]), channels)[0]
@@ -135,11 +134,11 @@ def shifted(state: GeneratorState, by: int) -> GeneratorState:
 def test_a_stream_has_no_length_limit(by: int) -> None:
     """Position 10^6 gives what position 0 gives; shifts by 6 keep the anchors where they are."""
     model, plan = tiny_generator(), BlockPlan()
-    noise, lr_frames = clip(24)
+    noise, lr_frames = clip(20)
     near, _ = stream(model, noise[:, :, :12], lr_frames, plan)
     far = shifted(near, by)
     condition = model.condition(tiny_prompt())
-    for first in range(12, 24, 2):
+    for first in range(12, 20, 2):
         frames = lr_frames[:, :, 4 * first - 3 : 4 * first + 5]
         with torch.no_grad():
             near, here = model.step(near, condition, noise[:, :, first : first + 2], frames)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,6 @@ def test_round_trip(tmp_path: Path, head: str) -> None:
     folder = ModelFolder.open(write(tmp_path / "model", head))
     folder.check()
     assert folder.generator == tiny_generator().config
-    # widths of the LR stem and latents come with the weights' layout, not with the released config
     assert sorted(p.name for p in folder.path.iterdir()) == sorted(FILES)
     generator = folder.load_generator()
     for (name, ours), (_, wanted) in zip(
@@ -126,7 +124,7 @@ MISFITS = [
     (
         "flashdecoder.safetensors",
         remove("spatial_projection.0.weight"),
-        "missing spatial_projection.0.weight",
+        "missing spatial_projection.0",
     ),
     ("flashdecoder.safetensors", add("colour"), "unexpected colour"),
     ("flashdecoder.safetensors", add("lr_stem.bias"), r"lr_stem.bias is \[2\]"),
@@ -163,9 +161,7 @@ def test_unmerged_lora_weights_are_refused(tmp_path: Path) -> None:
 def test_a_config_of_other_sizes_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model")
     edit_json(path / "model_config.json", ffn_dim=40)
-    with pytest.raises(
-        InputError, match=r"ffn\.net\.0\.proj\.weight is \[32, 24\], the config wants \[40, 24\]"
-    ):
+    with pytest.raises(InputError, match=r"proj\.weight is \[32, 24\], the config wants \[40, 24\]"):
         ModelFolder.open(path).check()
 
 
@@ -203,7 +199,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_a_broken_json_is_named(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "model")
     (path / "vae_config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match="vae_config.json"):
+    with pytest.raises(InputError, match=r"vae_config\.json"):
         ModelFolder.open(path)
 
 
@@ -233,4 +229,4 @@ def test_a_wrong_prompt_is_refused(tmp_path: Path, tensors: dict[str, Tensor], m
 def test_latent_channels_come_from_the_generator(tmp_path: Path) -> None:
     folder = ModelFolder.open(write(tmp_path / "model"))
     assert (folder.decoder.latent_channels, folder.decoder.latent_stride) == (CHANNELS, STRIDE)
-    assert folder.decoder == replace(DECODER, lr_channels=folder.decoder.lr_channels)
+    assert folder.decoder == DECODER

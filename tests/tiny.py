@@ -45,7 +45,6 @@ DECODER = DecoderConfig(
     window=SpatialWindow(4, 4, border="cut"),
     latent_channels=CHANNELS,
     latent_stride=STRIDE,
-    lr_channels=5,
     head_channels=6,
     latents_mean=(0.1, -0.2, 0.3, 0.0, 0.5, -0.4),
     latents_std=(1.0, 0.5, 1.5, 0.8, 1.2, 0.9),

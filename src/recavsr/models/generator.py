@@ -5,8 +5,9 @@ Shapes: B batch, T latents of a call, H W latent rows and columns, N tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +188,8 @@ class Generator(nn.Module):
         if not isinstance(timestep, Tensor):
             timestep = torch.full((1,), timestep, device=prompt.device)
         time, projection, text = self.embedding(timestep, prompt)
-        return Condition(time, tuple(block.condition(projection, text) for block in self.blocks))
+        blocks = cast(Iterable[DiTBlock], self.blocks)
+        return Condition(time, tuple(block.condition(projection, text) for block in blocks))
 
     def start(self) -> GeneratorState:
         """Return the state before the first block of a stream (or after a scene cut)."""

@@ -21,6 +21,9 @@ from recavsr.models.weights import load_strictly, read_tensors
 class WanVAE(nn.Module):
     """Encodes frames to normalised latents and decodes them; deterministic (the posterior's mean)."""
 
+    latents_mean: Tensor
+    latents_std: Tensor
+
     def __init__(self, config: dict[str, Any]) -> None:
         """Build from the fields of a `vae_config.json`; raise InputError where they do not fit."""
         super().__init__()

@@ -82,8 +82,14 @@ def released_decoder_name(ours: str) -> str:
     return _rename(ours, [(new, old) for old, new in _DECODER_RULES])
 
 
-FILES = ("model_config.json", "transformer.safetensors", "flashdecoder_config.json",
-         "flashdecoder.safetensors", "vae_config.json", "prompt.safetensors")
+FILES = (
+    "model_config.json",
+    "transformer.safetensors",
+    "flashdecoder_config.json",
+    "flashdecoder.safetensors",
+    "vae_config.json",
+    "prompt.safetensors",
+)
 """What a model folder must hold. `vae.safetensors` and `router.safetensors` are optional."""
 
 
@@ -119,7 +125,9 @@ class ModelFolder:
         )
         return ModelFolder(path, generator, decoder, vae)
 
-    def load_generator(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Generator:
+    def load_generator(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Generator:
         """Load the generator straight to `device` in `dtype`, strictly."""
         with torch.device("meta"):
             model = Generator(self.generator)
@@ -127,7 +135,9 @@ class ModelFolder:
         load_strictly(model, tensors, self.path / "transformer.safetensors", released_generator_name)
         return model.eval().requires_grad_(False)
 
-    def load_decoder(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> FlashDecoder:
+    def load_decoder(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> FlashDecoder:
         """Load the LR-conditioned decoder straight to `device` in `dtype`, strictly."""
         model = FlashDecoder(self.decoder)  # its latent statistics come from the config, so not on meta
         name = self.path / "flashdecoder.safetensors"

@@ -75,7 +75,7 @@ class Session:
         done = []
         while len(frames):
             take = min(self.frames_wanted, len(frames))
-            self._pending.append(frames[:take])
+            self._pending.append(frames[:take].copy())  # the caller may fill its array again
             frames = frames[take:]
             if self.frames_wanted == 0:
                 done.append(self._run_block(np.concatenate(self._pending)))

@@ -48,6 +48,9 @@ PLAN = BlockPlan()
 class NanoTraining(nn.Module):
     """Everything that is trained: encoder, decoder, generator and its prompt."""
 
+    latents_mean: Tensor
+    latents_std: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Encoder(nano_encoder())
@@ -256,15 +259,17 @@ def compile_parts(model: NanoTraining) -> None:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     for layer in [*model.decoder.backbone, *model.decoder.refinement]:
         layer.step = torch.compile(layer.step, fullgraph=True, dynamic=False)
-    model.decoder.head.forward = torch.compile(model.decoder.head.forward, fullgraph=True, dynamic=False)
-    model.encoder.forward = torch.compile(model.encoder.forward, fullgraph=True, dynamic=False)
+    for part in (model.decoder.head, model.encoder):
+        part.forward = torch.compile(part.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
 def measure_statistics(model: NanoTraining, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> None:
     """Measure mean and deviation of the encoder's latents over some batches, and set them."""
-    model.set_statistics(torch.zeros(48, device=model.prompt.device), torch.ones(48, device=model.prompt.device))
-    values = torch.cat([model.encode(next(batches)[0]).transpose(0, 1).flatten(1) for _ in range(count)], dim=1)
+    channels = torch.ones(nano().latent_channels, device=model.prompt.device)
+    model.set_statistics(0 * channels, channels)
+    latents = [model.encode(next(batches)[0]).transpose(0, 1).flatten(1) for _ in range(count)]
+    values = torch.cat(latents, dim=1)
     model.set_statistics(values.mean(1), values.std(1))
 
 
@@ -301,14 +306,20 @@ def run_stage(
     if stage.perceptual_weight:
         from recavsr.evaluation.lpips import LPIPS
 
-        distance = LPIPS(net="vgg", weights=lpips_weights).to(device, memory_format=torch.channels_last)
-    losses, trained = {
-        "autoencoder": (autoencoder_loss(model, stage), [model.encoder, model.decoder]),
-        "control": (control_loss(model, stage), [model.decoder]),
-        "generator": (generator_loss(model, stage), [model.generator]),
-        "joint": (joint_loss(model, stage, distance), [model.generator, model.decoder]),
-        "polish": (joint_loss(model, stage, distance), [model.generator, model.decoder]),
-    }[name]
+        distance = LPIPS(net="vgg", weights=lpips_weights).to(device)
+    loss = {
+        "autoencoder": lambda: autoencoder_loss(model, stage),
+        "control": lambda: control_loss(model, stage),
+        "generator": lambda: generator_loss(model, stage),
+        "joint": lambda: joint_loss(model, stage, distance),
+        "polish": lambda: joint_loss(model, stage, distance),
+    }[name]()
+    parts: dict[str, list[nn.Module]] = {
+        "autoencoder": [model.encoder, model.decoder],
+        "control": [model.decoder],
+        "generator": [model.generator],
+    }
+    trained = parts.get(name, [model.generator, model.decoder])
     model.requires_grad_(False)
     for part in trained:
         part.requires_grad_(True)
@@ -323,7 +334,7 @@ def run_stage(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps({"seed": seed, **asdict(stage)}, indent=1) + "\n")
     steps = train(
-        _in_bfloat16(losses, device),
+        _in_bfloat16(loss, device),
         parameters,
         next_batch,
         stage.run,
@@ -362,7 +373,9 @@ def main(arguments: list[str] | None = None) -> None:
     start = options.start
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(
-            TrainingPool(options.pack, device, workers=options.workers, settings=PairSettings(), seed=options.seed)
+            TrainingPool(
+                options.pack, device, workers=options.workers, settings=PairSettings(), seed=options.seed
+            )
         )
         pool.fill(options.fill)
         print(f"pool: {pool.count} records", flush=True)

@@ -19,7 +19,8 @@ def roll_out(
     latents and history are detached between blocks, every block keeps its own graph. Returns each
     block's SR latents. Raises ValueError where T does not end at a block's end.
     """
-    state, blocks, latent = generator.start(), [], 0
+    blocks: list[Tensor] = []
+    state, latent = generator.start(), 0
     while latent < noise.shape[2]:
         index = len(blocks)
         count, first, frames = plan.latents(index), plan.first_frame(index), plan.frames(index)

@@ -1,0 +1,287 @@
+"""Sessions: one stream in any pieces, forked, saved, reset; frames in, as many frames out."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recavsr.errors import InputError
+from recavsr.geometry import BlockPlan
+from recavsr.stream.blocks import prepare_lr_frames, to_picture
+from recavsr.stream.load import load
+from recavsr.stream.session import Session
+from recavsr.stream.step import BlockModel, IdentityModel, block_noise
+from tiny import tiny_model
+
+LR = (12, 18)
+OUT = (23, 35)  # padded to 24 x 40 in the tiny model
+COUNTS = [1, 2, 4, 5, 8, 20, 21, 22, 24, 25, 29, 30]
+
+
+def frames(count: int, seed: int = 0, dtype: type = np.uint8) -> np.ndarray:
+    high = np.iinfo(dtype).max
+    return np.random.default_rng(seed).integers(0, high, (count, *LR, 3), dtype=dtype, endpoint=True)
+
+
+def run(session: Session, lr: np.ndarray, sizes: list[int] | None = None) -> np.ndarray:
+    """Push a clip in pieces (whole by default), end it, return all frames."""
+    cuts = np.cumsum(sizes or [len(lr)])[:-1]
+    done = [block for piece in np.split(lr, cuts) for block in session.push(piece)]
+    return np.concatenate([*done, *session.flush()])
+
+
+@pytest.fixture(scope="module")
+def tiny() -> BlockModel:
+    return tiny_model()
+
+
+@pytest.fixture(params=["identity", "tiny"])
+def model(request: pytest.FixtureRequest, tiny: BlockModel) -> BlockModel:
+    return IdentityModel() if request.param == "identity" else tiny
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_as_many_frames_out_as_in(model: BlockModel, count: int) -> None:
+    lr = frames(count)
+    out = run(Session(model, LR, OUT), lr)
+    assert out.shape == (count, *OUT, 3)
+    assert out.dtype == np.uint8
+    longer = run(Session(model, LR, OUT), frames(37)) if count == 30 else None
+    if longer is not None:  # the padding of a short block changes nothing in the blocks before it
+        assert np.array_equal(out[:29], run(Session(model, LR, OUT), np.concatenate([lr, lr]))[:29])
+
+
+def test_blocks_come_as_soon_as_they_are_complete(model: BlockModel) -> None:
+    session = Session(model, LR, OUT)
+    assert session.push(frames(20)) == []
+    assert session.frames_wanted == 1
+    assert [len(block) for block in session.push(frames(18))] == [21, 8, 8]
+    assert session.frames_wanted == 7
+    assert [len(block) for block in session.flush()] == [1]
+    assert session.frames_wanted == 21
+
+
+def test_an_empty_stream_gives_nothing(model: BlockModel) -> None:
+    session = Session(model, LR, OUT)
+    assert session.push(frames(0)) == []
+    assert session.flush() == []
+
+
+CLIP = frames(30, seed=1)
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.lists(st.integers(0, 30), max_size=8))
+def test_pieces_never_matter(model: BlockModel, cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), 30]
+    sizes = [b - a for a, b in itertools.pairwise(edges)]
+    assert np.array_equal(run(Session(model, LR, OUT), CLIP, sizes), run(Session(model, LR, OUT), CLIP))
+
+
+def test_frame_by_frame_equals_the_whole(model: BlockModel) -> None:
+    assert np.array_equal(run(Session(model, LR, OUT), CLIP, [1] * 30), run(Session(model, LR, OUT), CLIP))
+
+
+def test_the_callers_buffer_may_be_used_again(model: BlockModel) -> None:
+    """A decoder that fills one buffer over and over must not change frames that wait for their block."""
+    session, buffer, done = Session(model, LR, OUT), np.empty((1, *LR, 3), np.uint8), []
+    for frame in CLIP:
+        buffer[0] = frame
+        done += session.push(buffer)
+    out = np.concatenate([*done, *session.flush()])
+    assert np.array_equal(out, run(Session(model, LR, OUT), CLIP))
+
+
+@pytest.mark.parametrize("edge", [21, 29])
+def test_output_depends_on_no_frame_beyond_its_block(model: BlockModel, edge: int) -> None:
+    other = CLIP.copy()
+    other[edge:] = 255 - other[edge:]
+    a, b = run(Session(model, LR, OUT), CLIP), run(Session(model, LR, OUT), other)
+    assert np.array_equal(a[:edge], b[:edge])
+    assert not np.array_equal(a[edge:], b[edge:])
+
+
+def test_the_past_matters(tiny: BlockModel) -> None:
+    other = CLIP.copy()
+    other[:21] = 255 - other[:21]
+    a, b = run(Session(tiny, LR, OUT), CLIP), run(Session(tiny, LR, OUT), other)
+    assert not np.array_equal(a[21:], b[21:])
+
+
+def test_interleaved_sessions_do_not_meet(model: BlockModel) -> None:
+    clips = [frames(30, seed=s) for s in (2, 3)]
+    alone = [run(Session(model, LR, OUT, seed=s), clip) for s, clip in enumerate(clips)]
+    sessions = [Session(model, LR, OUT, seed=s) for s in range(2)]
+    done: list[list[np.ndarray]] = [[], []]
+    for start in range(0, 30, 7):
+        for i in range(2):
+            done[i] += sessions[i].push(clips[i][start : start + 7])
+    for i in range(2):
+        assert np.array_equal(np.concatenate([*done[i], *sessions[i].flush()]), alone[i])
+
+
+def test_forks_go_separate_ways(model: BlockModel) -> None:
+    whole = run(Session(model, LR, OUT), CLIP)
+    session = Session(model, LR, OUT)
+    head = np.concatenate(session.push(CLIP[:24]))
+    fork = session.fork()
+    other = CLIP[24:] ^ 255
+    different = np.concatenate([*fork.push(other), *fork.flush()])
+    same = np.concatenate([*session.push(CLIP[24:]), *session.flush()])
+    assert np.array_equal(np.concatenate([head, same]), whole)
+    assert np.array_equal(
+        np.concatenate([head, different]), run(Session(model, LR, OUT), np.concatenate([CLIP[:24], other]))
+    )
+
+
+def test_reset_and_flush_start_afresh(model: BlockModel) -> None:
+    session, whole = Session(model, LR, OUT), run(Session(model, LR, OUT), CLIP)
+    session.push(frames(25, seed=9))
+    session.reset()
+    assert np.array_equal(run(session, CLIP), whole)
+    assert np.array_equal(run(session, CLIP), whole)  # flush ended the stream
+
+
+def test_seed_and_shot_choose_the_noise(tiny: BlockModel) -> None:
+    def first(**options: int) -> np.ndarray:
+        return Session(tiny, LR, OUT, **options).push(CLIP[:21])[0]
+
+    assert np.array_equal(first(seed=1, shot=2), first(seed=1, shot=2))
+    assert not np.array_equal(first(seed=1), first(seed=2))
+    assert not np.array_equal(first(shot=0), first(shot=1))
+    session = Session(tiny, LR, OUT)
+    session.push(CLIP[:21])
+    session.reset(shot=1)
+    assert np.array_equal(session.push(CLIP[:21])[0], first(shot=1))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("stop", [0, 5, 21, 26])
+def test_a_saved_session_goes_on_bit_for_bit(
+    model: BlockModel, tmp_path: Path, stop: int, dtype: type
+) -> None:
+    clip = frames(30, seed=4, dtype=dtype)
+    options = {"seed": 7, "shot": 3, "color_fix": "wavelet"}
+    whole = run(Session(model, LR, OUT, **options), clip)
+    session = Session(model, LR, OUT, **options)
+    head = session.push(clip[:stop])
+    session.save(tmp_path / "session")
+    loaded = Session.load(tmp_path / "session", model)
+    assert (loaded.lr_size, loaded.out_size, loaded.color_fix) == (LR, OUT, "wavelet")
+    assert np.array_equal(np.concatenate([*head, *loaded.push(clip[stop:]), *loaded.flush()]), whole)
+
+
+def test_a_session_of_another_model_is_refused(tiny: BlockModel, tmp_path: Path) -> None:
+    Session(tiny, LR, OUT).save(tmp_path / "session")
+    with pytest.raises(InputError, match="'tiny', not 'identity'"):
+        Session.load(tmp_path / "session", IdentityModel())
+
+
+def test_sixteen_bits_stay_sixteen_bits() -> None:
+    clip = frames(21, dtype=np.uint16)
+    out = run(Session(IdentityModel(), LR, LR), clip)
+    assert out.dtype == np.uint16
+    # float32 in [-1, 1] holds 16 bits to half a level
+    assert np.abs(out.astype(int) - clip.astype(int)).max() <= 1
+    assert (out % 256 != 0).any()
+
+
+def test_eight_bits_are_kept_exactly() -> None:
+    clip = np.arange(256, dtype=np.uint8)[None, :, None, None].repeat(3, axis=3).repeat(4, axis=2)
+    assert np.array_equal(run(Session(IdentityModel(), (256, 4), (256, 4)), clip), clip)
+
+
+def test_other_frames_are_refused() -> None:
+    session = Session(IdentityModel(), LR, OUT)
+    session.push(frames(2))
+    with pytest.raises(InputError, match="holds uint8 frames, got uint16"):
+        session.push(frames(2, dtype=np.uint16))
+    for wrong in (np.zeros((1, 12, 17, 3), np.uint8), np.zeros((12, 18, 3), np.uint8)):
+        with pytest.raises(InputError, match=r"frames must be \[N, 12, 18, 3\]"):
+            session.push(wrong)
+    assert len(np.concatenate(session.flush())) == 2  # what was refused left no trace
+
+
+@pytest.mark.parametrize(("lr", "out"), [((0, 4), (4, 4)), ((4, 4), (4, 0))])
+def test_impossible_sizes_are_refused(lr: tuple[int, int], out: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="positive"):
+        Session(IdentityModel(), lr, out)
+
+
+def test_color_fixes(tiny: BlockModel) -> None:
+    """Both bring the mean colour of the LR frames back; the default leaves the model's own."""
+    lr = frames(21, seed=5)
+    wanted = run(Session(IdentityModel(), LR, OUT), lr).mean((1, 2))
+    errors = {
+        fix: np.abs(run(Session(tiny, LR, OUT, color_fix=fix), lr).mean((1, 2)) - wanted).max()
+        for fix in ("none", "adain", "wavelet")
+    }
+    assert errors["adain"] < errors["none"] / 2
+    assert errors["wavelet"] < errors["none"] / 2
+    with pytest.raises(InputError, match="choose none, adain or wavelet"):
+        Session(tiny, LR, OUT, color_fix="sepia")  # type: ignore[arg-type]
+
+
+def test_pictures_round_half_to_even_and_clamp() -> None:
+    levels = torch.arange(255) + 0.5
+    values = (levels.double() / 127.5 - 1).float()
+    exact = (values + 1) * 127.5 == levels  # only those that float32 holds exactly are halves
+    assert (levels[exact] % 2 < 1).any()  # some that go down,
+    assert (levels[exact] % 2 > 1).any()  # and some that go up
+    x = torch.cat([values[exact], torch.tensor([-3.0, 3.0])])
+    out = to_picture(x.view(1, 1, 1, 1, -1).expand(1, 3, 1, 1, -1), (1, len(x)), np.dtype(np.uint8))
+    assert out[0, 0, :, 0].tolist() == [int(np.rint(v)) for v in levels[exact].tolist()] + [0, 255]
+
+
+@pytest.mark.parametrize(("pad_to", "mode"), [(8, "reflect"), (64, "edge")])
+def test_padding_is_a_reflection_where_it_can_be(pad_to: int, mode: str) -> None:
+    lr = frames(1)
+    x = prepare_lr_frames(lr, LR, pad_to)
+    pads = [(0, -side % pad_to) for side in LR]
+    wanted = np.pad(lr[0], [*pads, (0, 0)], mode=mode)
+    ours = ((x[0, :, 0] + 1) * 127.5).round().permute(1, 2, 0).numpy()
+    assert np.array_equal(ours, wanted)
+
+
+def test_noise_is_a_pure_function() -> None:
+    shape = (1, 6, 2, 3, 4)
+    noise = block_noise(shape, seed=42, shot=0, block=3)
+    torch.manual_seed(1)
+    assert torch.equal(noise, block_noise(shape, 42, 0, 3))
+    before = torch.random.get_rng_state()
+    block_noise(shape, 42, 0, 3)
+    assert torch.equal(before, torch.random.get_rng_state())
+    others = [
+        block_noise(shape, *key) for key in ((43, 0, 3), (42, 1, 3), (42, 0, 4), (0, 42, 3), (3, 0, 42))
+    ]
+    assert not any(torch.equal(noise, other) for other in others)
+    big = block_noise((1, 48, 6, 20, 20), 42, 0, 0)
+    assert abs(big.mean()) < 0.01
+    assert abs(big.std() - 1) < 0.01
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_short_first_block_answers_sooner(first: int) -> None:
+    model = tiny_model(BlockPlan(first))
+    session = Session(model, LR, OUT)
+    assert session.frames_wanted == 4 * first - 3
+    assert [len(block) for block in session.push(CLIP)][:3] == [4 * first - 3, 8, 8]
+    assert len(run(Session(model, LR, OUT), CLIP)) == 30
+    assert np.array_equal(
+        run(Session(model, LR, OUT), CLIP, [4] * 7 + [2]), run(Session(model, LR, OUT), CLIP)
+    )
+
+
+def test_nano_streams_like_the_others() -> None:
+    """The packaged model, from 48 x 32 to 96 x 64 pixels."""
+    model = load("nano", device="cpu", precision="fp32")
+    lr = np.random.default_rng(6).integers(0, 256, (24, 32, 48, 3), dtype=np.uint8)
+    whole = run(Session(model, (32, 48), (64, 96)), lr)
+    assert whole.shape == (24, 64, 96, 3)
+    assert np.array_equal(run(Session(model, (32, 48), (64, 96)), lr, [5, 16, 1, 2]), whole)

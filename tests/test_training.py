@@ -1,0 +1,198 @@
+"""Training: losses give gradients to all that is trained, rollouts detach, the loop keeps its promises."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recavsr.geometry import BlockPlan
+from recavsr.training import recipes
+from recavsr.training.loop import Averages, RunSettings, learning_rate, train
+from recavsr.training.losses import (
+    charbonnier,
+    latent_statistics_penalty,
+    perceptual,
+    psnr,
+    temporal_difference,
+)
+from recavsr.training.rollout import decode_blocks, roll_out
+from tiny import CHANNELS, STRIDE, tiny_decoder, tiny_generator, tiny_prompt
+
+
+def clip(latents: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    lr_frames = torch.rand(1, 3, 4 * latents - 3, 2 * STRIDE, 3 * STRIDE) * 2 - 1
+    return torch.randn(1, CHANNELS, latents, 2, 3), lr_frames
+
+
+def test_a_rollout_is_the_streaming_step() -> None:
+    generator, plan = tiny_generator(), BlockPlan(2, 2)
+    noise, lr_frames = clip(6)
+    condition = generator.condition(tiny_prompt())
+    blocks = roll_out(generator, condition, noise, lr_frames, plan)
+    state = generator.start()
+    for index, block in enumerate(blocks):
+        first, frames = plan.first_frame(index), plan.frames(index)
+        latents = noise[:, :, 2 * index : 2 * index + 2]
+        state, wanted = generator.step(state, condition, latents, lr_frames[:, :, first : first + frames])
+        assert torch.equal(block, wanted)
+
+
+def test_gradients_reach_the_generator_but_not_the_block_before() -> None:
+    generator = tiny_generator()
+    noise, lr_frames = clip(6)
+    noise.requires_grad_()
+    blocks = roll_out(generator, generator.condition(tiny_prompt()), noise, lr_frames, BlockPlan(2, 2))
+    (gradient,) = torch.autograd.grad(blocks[2].square().sum(), noise, retain_graph=True)
+    assert not gradient[:, :, :4].any()  # neither through recycled latents nor through history
+    assert gradient[:, :, 4:].any()
+    blocks[1].square().sum().backward()
+    without = [name for name, p in generator.named_parameters() if p.grad is None or not p.grad.any()]
+    # a softmax does not feel what all keys have in common, but rotation and norms leave some of it
+    assert not without
+
+
+def test_a_clip_must_end_with_a_block() -> None:
+    generator = tiny_generator()
+    noise, lr_frames = clip(7)
+    with pytest.raises(ValueError, match="7 latents do not end at a block's end"):
+        roll_out(generator, generator.condition(tiny_prompt()), noise, lr_frames, BlockPlan(2, 2))
+
+
+def test_decoding_blocks_gives_gradients_to_every_block() -> None:
+    decoder = tiny_decoder()
+    latents, lr_frames = clip(4)
+    blocks = [piece.clone().requires_grad_() for piece in latents.split(2, dim=2)]
+    frames = decode_blocks(decoder, blocks, lr_frames, BlockPlan(2, 2))
+    assert frames.shape == lr_frames.shape
+    first, second = torch.autograd.grad(frames[:, :, 5:].square().sum(), blocks, allow_unused=True)
+    assert first is None or not first.any()
+    assert second.any()
+
+
+@pytest.fixture(scope="module")
+def model() -> recipes.NanoTraining:
+    torch.manual_seed(0)
+    made = recipes.NanoTraining()
+    with torch.no_grad():  # the head starts at zero, which would stop the gradient to all before it
+        made.decoder.head.outer.weight.normal_(std=0.01)
+    return made
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "joint"])
+def test_every_loss_trains_all_its_parameters(
+    model: recipes.NanoTraining, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "PLAN", BlockPlan(1, 1))
+    stage = replace(recipes.STAGES[name](), latents=2, perceptual_weight=0.1)
+    torch.manual_seed(1)
+    hq = torch.rand(2, 3, stage.frames, 64, 64) * 2 - 1
+    lr = (hq + 0.1 * torch.randn_like(hq)).clamp(-1, 1)
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        return (a - b).square().mean((1, 2, 3))
+
+    loss, trained = {
+        "autoencoder": (recipes.autoencoder_loss(model, stage), [model.encoder, model.decoder]),
+        "control": (recipes.control_loss(model, stage), [model.decoder]),
+        "generator": (recipes.generator_loss(model, stage), [model.generator]),
+        "joint": (recipes.joint_loss(model, stage, distance), [model.generator, model.decoder]),
+    }[name]
+    model.zero_grad()
+    losses = loss(hq, lr)
+    losses["loss"].backward()
+    assert all(math.isfinite(float(value)) for value in losses.values())
+    for part in trained:
+        for key, parameter in part.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, key
+            assert gradient.isfinite().all(), key
+            # the control's latents are zero, so it can not learn what to do with them
+            assert gradient.any() or (name == "control" and key == "latent_projection.weight"), key
+
+
+def test_latent_statistics_are_shared_and_saved(model: recipes.NanoTraining, tmp_path: Path) -> None:
+    mean, std = torch.linspace(-1, 1, 48), torch.linspace(0.5, 2, 48)
+    model.set_statistics(mean, std)
+    model.save(tmp_path / "weights.safetensors")
+    other = recipes.NanoTraining()
+    other.load(tmp_path / "weights.safetensors")
+    assert torch.equal(other.decoder.latents_mean.flatten(), mean)
+    assert torch.equal(other.decoder.latents_std.flatten(), std)
+    assert not (tmp_path / "weights.part").exists()
+    model.set_statistics(torch.zeros(48), torch.ones(48))
+
+
+def test_the_learning_rate_warms_up_and_cools_down() -> None:
+    settings = RunSettings(seconds=1, learning_rate=2.0, warm_up_steps=4, cool_down=0.5)
+    assert [learning_rate(settings, step, 0.0) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert learning_rate(settings, 100, 0.5) == pytest.approx(2.0)
+    assert learning_rate(settings, 100, 0.75) == pytest.approx(1.0)  # half of the half cosine
+    assert learning_rate(settings, 100, 1.0) == pytest.approx(0.0)
+    assert learning_rate(replace(settings, cool_down=0.0), 100, 0.99) == 2.0
+
+
+def test_averages() -> None:
+    parameter = nn.Parameter(torch.tensor([0.0]))
+    averages = Averages([parameter], decay=0.9)
+    for value in (1.0, 2.0):
+        parameter.data.fill_(value)
+        averages.update()
+    assert averages.values[0].item() == pytest.approx(0.9 * 0.1 + 0.1 * 2.0)
+    averages.copy_to_parameters()
+    assert parameter.item() == pytest.approx(0.29)
+
+
+def run_settings(**changes: object) -> RunSettings:
+    defaults = {"seconds": 60.0, "steps": 40, "learning_rate": 0.1, "warm_up_steps": 1, "log_every": 10}
+    return RunSettings(**(defaults | {"average_decay": 0.5} | changes))  # type: ignore[arg-type]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.full((1,), 3.0), torch.zeros(1)
+
+
+def test_training_learns_and_logs(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    log = tmp_path / "run" / "log.csv"
+    steps = train(lambda hq, lr: {"loss": (weight - hq).square().sum()}, [weight], batch, run_settings(), log)
+    assert steps == 40
+    assert weight.item() > 1.5
+    with log.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) < 9
+    assert {"seconds", "rate", "grad_norm"} <= set(rows[0])
+
+
+def test_training_stops_where_the_loss_is_not_finite(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    log = tmp_path / "log.csv"
+    with pytest.raises(RuntimeError, match=r"the loss is nan at step 10: see .*log\.csv"):
+        train(lambda hq, lr: {"loss": (weight * math.nan).sum()}, [weight], batch, run_settings(), log)
+
+
+def test_losses() -> None:
+    x, y = torch.zeros(1, 3, 4, 2, 2), torch.full((1, 3, 4, 2, 2), 0.5)
+    assert charbonnier(x, y).item() == pytest.approx(0.5, abs=1e-5)
+    assert charbonnier(x, x).item() == pytest.approx(1e-3)
+    assert temporal_difference(x, y).item() == pytest.approx(1e-3)  # a constant error does not flicker
+    flicker = y * torch.tensor([1.0, -1, 1, -1]).view(1, 1, 4, 1, 1)
+    assert temporal_difference(flicker, x).item() == pytest.approx(1.0, abs=1e-5)
+    assert psnr(x, y).item() == pytest.approx(-10 * math.log10(0.25**2))
+    picked = perceptual(flicker, x, lambda a, b: (a - b).mean((1, 2, 3)), torch.tensor([0, 2]))
+    assert picked.item() == pytest.approx(0.5)
+
+
+def test_latent_statistics_penalty() -> None:
+    torch.manual_seed(0)
+    normal = torch.randn(4, 2, 10, 20, 20)
+    assert latent_statistics_penalty(normal) < 1e-3
+    assert latent_statistics_penalty(normal + 1).item() == pytest.approx(1, abs=0.05)
+    assert latent_statistics_penalty(3 * normal).item() == pytest.approx(4, abs=0.1)
