@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +119,9 @@ def test_pipe_example(holiday: Path, ffmpeg: str) -> None:
     subprocess.run([ffmpeg, "-v", "error", "-i", "holiday.mp4", "-frames:v", "5", "holiday.y4m"], check=True)
     if not (PACKAGED / "nano").is_dir():
         line = line.replace(" <", " --model identity <")
-    subprocess.run(line, shell=True, check=True, capture_output=True)
+    # The environment need not be activated: its command lies beside its interpreter.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    subprocess.run(line, shell=True, check=True, capture_output=True, env={**os.environ, "PATH": path})
     assert Path("large.y4m").read_bytes().startswith(b"YUV4MPEG2 W320 H176 F25:1")
 
 
