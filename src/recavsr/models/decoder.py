@@ -251,8 +251,9 @@ class ConvolutionalHead(nn.Module):
         batch, _, frames, _ = x.shape
         n = self.opening
         # Channels stay last in memory from the linear layer to the last convolution: no reordering.
-        cells = self.inner(x).unflatten(1, (grid.height, grid.width)).unflatten(4, (n, n, -1))
-        cells = cells.permute(0, 3, 1, 4, 2, 5, 6).flatten(4, 5).flatten(2, 3).flatten(0, 1)
+        cells = self.inner(x.transpose(1, 2).contiguous()).unflatten(2, (grid.height, grid.width))
+        cells = cells.unflatten(4, (n, -1)).transpose(3, 4)  # B F H n W (n c)
+        cells = cells.flatten(0, 1).flatten(1, 2).unflatten(3, (n, -1)).flatten(2, 3)
         base = lr_frames.transpose(1, 2).flatten(0, 1)
         picture = F.pixel_unshuffle(base, self.factor).to(x.dtype, memory_format=torch.channels_last)
         hidden = cells.permute(0, 3, 1, 2) + self.stem(picture)
@@ -330,5 +331,5 @@ class FlashDecoder(nn.Module):
         for layer in cast(Iterable[DecoderLayer], self.refinement):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
-        frames = self.head(x[:, :, lead:].contiguous(), grid, lr_frames[:, :, lead:]).float()
+        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:]).float()
         return DecoderState(tuple(histories), first + latents), frames

@@ -275,7 +275,7 @@ class Generator(nn.Module):
         """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, N, T, width]."""
         p = self.config.patch
         x = latents.unflatten(4, (-1, p)).unflatten(3, (-1, p))  # B C T h p w p
-        x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2)
+        x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2).contiguous()
         return F.linear(x, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
 
     def _predict(self, x: Tensor, condition: Condition, grid: Grid) -> Tensor:
