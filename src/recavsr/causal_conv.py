@@ -58,9 +58,12 @@ class CausalConv3d(nn.Module):
         pad = (self.kernel[1] // 2, self.kernel[2] // 2)
         if x.dtype == torch.float32:  # the reference: the library's own sums
             return F.conv3d(x, self.weight, self.bias, self.stride, (0, *pad))
-        taps = x.unfold(2, self.kernel[0], self.stride[0])[:, :, :outputs]
         if self.stride[1:] == (1, 1):
-            return self._as_product(taps.permute(0, 2, 3, 4, 1, 5).flatten(4))
+            frames = x.permute(0, 2, 3, 4, 1).contiguous()
+            step, last = self.stride[0], (outputs - 1) * self.stride[0] + 1
+            pieces = [frames[:, tap : tap + last : step] for tap in range(self.kernel[0])]
+            return self._as_product(torch.cat(pieces, dim=4))
+        taps = x.unfold(2, self.kernel[0], self.stride[0])[:, :, :outputs]
         # The taps in time become channels of a 2-D convolution: several times faster than the
         # library's 3-D kernels in bfloat16.
         taps = taps.permute(0, 2, 1, 5, 3, 4).reshape(batch * outputs, -1, height, width)
@@ -68,14 +71,14 @@ class CausalConv3d(nn.Module):
         return out.unflatten(0, (batch, outputs)).transpose(1, 2)
 
     def _as_product(self, taps: Tensor) -> Tensor:
-        """Convolve `taps` [B, F, H, W, C kernel] by one matrix product, then add shifted pictures.
+        """Convolve `taps` [B, F, H, W, kernel C] by one matrix product, then add shifted pictures.
 
         Every cell is multiplied by the weights of all places of the kernel in space at once; what it
         adds to each neighbour is summed in float32. Few output channels make the library's
         convolutions slow where this product is fast.
         """
         channels, _, _, rows, columns = self.weight.shape
-        weight = self.weight.permute(3, 4, 0, 1, 2).flatten(3).flatten(0, 2)
+        weight = self.weight.permute(3, 4, 0, 2, 1).flatten(3).flatten(0, 2)
         parts = F.linear(taps, weight).unflatten(4, (rows, columns, channels))
         height, width = taps.shape[2:4]
         out = self.bias.float().expand(*taps.shape[:4], -1).contiguous()
