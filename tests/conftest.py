@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each xdist worker its fair share of the cores, so that two workers do not fight over them."""
+    """Give each xdist worker its fair share of the cores, and let interrupts through.
+
+    A shell starts what it runs in the background with interrupts ignored; tests that interrupt need
+    them here and in what they start.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
