@@ -151,14 +151,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "clip.mp4"
         write_clip(source, clip, 25)
-        for model in dict.fromkeys((options.model, "identity")):
-            row: dict[str, Any] = {"model": Path(model).name, "size": f"{height * SCALE}x{width * SCALE}"}
-            row["precision"] = precision if model != "identity" else "fp32"
-            row |= whole_command(source, Path(folder) / "out.mp4", model, str(device), options.precision)
-            row |= model_alone(clip, model, str(device), options.precision)
-            row["card"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        models = dict.fromkeys((options.model, "identity"))
+        # All commands run before any model does here: Linux counts this process's size as the least peak of
+        # the ones it starts.
+        commands = {
+            model: whole_command(source, Path(folder) / "out.mp4", model, str(device), options.precision)
+            for model in models
+        }
+    for model in models:
+        row: dict[str, Any] = {"model": Path(model).name, "size": f"{height * SCALE}x{width * SCALE}"}
+        row["precision"] = precision if model != "identity" else "fp32"
+        row |= commands[model] | model_alone(clip, model, str(device), options.precision)
+        row["card"] = torch.cuda.get_device_name() if device.type == "cuda" else None
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     result = {
         "frames": options.frames,
         "input": options.size,
