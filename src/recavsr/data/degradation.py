@@ -691,7 +691,11 @@ def _compress(frames: Frames, codec: Codec, hq_area: int) -> Tensor:
     same = _grouped(frames, lambda clip, index: _blur_resize(clip, None, index, size, "bicubic"))
     clip = same if isinstance(same, Tensor) else torch.stack(same)
     bits = None if codec.bits is None else codec.bits * hq_area / _BITRATE_AREA
-    coded = code_clip(_to_planes(clip), codec.codec, crf=codec.crf, bits_per_frame=bits, speed=codec.speed)
+    # At one frame a second, as in RealBasicVSR, a crf is almost lossless; a viewer's clip runs at 25.
+    rate = 1 if codec.crf is None else 25
+    coded = code_clip(
+        _to_planes(clip), codec.codec, crf=codec.crf, bits_per_frame=bits, speed=codec.speed, rate=rate
+    )
     return _from_planes(coded, clip)
 
 
