@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory
 from recavsr.models.lr_projector import LRProjector, LRProjectorState, unshuffle_frames
+from tiny import one_thread
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
 
 FRAMES = 29
 CUTS = [[29], [1] * 29, [21, 8], [1, 4, 8, 16], [2, 3, 5, 7, 11, 1], [3, 3, 3, 20]]

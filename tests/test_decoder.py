@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,14 @@ from recavsr.errors import InputError
 from recavsr.geometry import frames_of_latents
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.presets import nano_decoder, recavsr_5b_decoder
-from tiny import CHANNELS, DECODER, STRIDE, tiny_decoder
+from tiny import CHANNELS, DECODER, STRIDE, one_thread, tiny_decoder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
 
 ROWS, COLUMNS = 5, 6
 HEADS = ("linear", "convolutional")

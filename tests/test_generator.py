@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,14 @@ from recavsr.models.generator import (
 )
 from recavsr.models.presets import nano, recavsr_5b
 from recavsr.rope import AxisSplit, angles
-from tiny import CHANNELS, GENERATOR, STRIDE, tiny_generator, tiny_prompt
+from tiny import CHANNELS, GENERATOR, STRIDE, one_thread, tiny_generator, tiny_prompt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
 
 ROWS, COLUMNS = 4, 5
 

@@ -29,7 +29,8 @@ def errors(shared: Path) -> dict[str, float]:
         pytest.skip(f"no parity fixtures in {shared}")
     run = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder)],
-        env={**os.environ, "MKL_CBWR": "COMPATIBLE"},
+        # One thread: threads that wait for each other are slow on a busy machine.
+        env={**os.environ, "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,14 @@ from recavsr.stream.blocks import prepare_lr_frames, to_picture
 from recavsr.stream.load import load
 from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel, IdentityModel, block_noise
-from tiny import tiny_model
+from tiny import one_thread, tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
 
 LR = (12, 18)
 OUT = (23, 35)  # padded to 24 x 40 in the tiny model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,13 @@ from recavsr.training.losses import (
     temporal_difference,
 )
 from recavsr.training.rollout import decode_blocks, roll_out
-from tiny import CHANNELS, STRIDE, tiny_decoder, tiny_generator, tiny_prompt
+from tiny import CHANNELS, STRIDE, one_thread, tiny_decoder, tiny_generator, tiny_prompt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def clip(latents: int) -> tuple[Tensor, Tensor]:

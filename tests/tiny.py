@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -49,6 +51,17 @@ DECODER = DecoderConfig(
     latents_mean=(0.1, -0.2, 0.3, 0.0, 0.5, -0.4),
     latents_std=(1.0, 0.5, 1.5, 0.8, 1.2, 0.9),
 )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: on a busy machine, two that wait for each other made tiny models 50 x slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def lively(model: nn.Module) -> None:

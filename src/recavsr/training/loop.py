@@ -138,7 +138,7 @@ def train(
     """Train one stage and leave the averaged weights in the parameters. Returns the steps done.
 
     Logs a CSV row every `log_every` steps. Raises RuntimeError where the loss stops being finite;
-    the parameters then hold the averages of before.
+    parameters and averages are then spoilt, and the last checkpoint is what there is to go on from.
     """
     step_function = TrainingStep(loss_function, parameters, settings, next_batch())
     log_path.parent.mkdir(parents=True, exist_ok=True)
