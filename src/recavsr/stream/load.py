@@ -74,8 +74,9 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         return
-    trim_threshold, mmap_threshold = -1, -3
-    mallopt(mmap_threshold, 2**30)
+    trim_threshold, mapping_threshold, mapped_blocks = -1, -3, -4
+    if not mallopt(mapping_threshold, 2**30):  # older versions refuse so much, but not to map nothing
+        mallopt(mapped_blocks, 0)
     mallopt(trim_threshold, 2**31 - 1)
 
 
