@@ -19,7 +19,6 @@ from recavsr.models.generator import (
     GeneratorState,
     schedule_visibility,
     teacher_forced_recycled,
-    with_schedule,
 )
 from recavsr.models.presets import nano, recavsr_5b
 from recavsr.rope import AxisSplit, angles
@@ -90,7 +89,7 @@ def test_history_matters() -> None:
     """The test above could fail: without history the same blocks come out differently."""
     plan, (noise, lr_frames) = BlockPlan(), clip(12)
     _, streamed = stream(tiny_generator(), noise, lr_frames, plan)
-    forgetful = tiny_generator(with_schedule(GENERATOR, Schedule.uniform(4, CacheAction())))
+    forgetful = tiny_generator(replace(GENERATOR, schedule=Schedule.uniform(4, CacheAction())))
     _, other = stream(forgetful, noise, lr_frames, plan)
     assert torch.equal(streamed[:, :, :6], other[:, :, :6])
     assert (streamed[:, :, 6:] - other[:, :, 6:]).abs().max() > 1e-3
@@ -226,7 +225,7 @@ def test_visibility_of_the_schedule() -> None:
 
 def test_a_schedule_of_another_length_is_refused() -> None:
     with pytest.raises(InputError, match="30 actions for 4 layers"):
-        with_schedule(GENERATOR, PAPER_SCHEDULE)
+        replace(GENERATOR, schedule=PAPER_SCHEDULE)
 
 
 @pytest.mark.parametrize("config", [recavsr_5b(), nano(), replace(GENERATOR, latent_stride=16)], ids=str)

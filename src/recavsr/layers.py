@@ -45,6 +45,15 @@ class ChannelRMSNorm(nn.Module):
         return (value * self.weight.float()).to(x.dtype)
 
 
+def grid_cells(x: Tensor, size: int) -> Tensor:
+    """Cut pictures [B, C, T, s H, s W] into cells of `size` pixels: [B, H W, T, C s s], contiguous.
+
+    The values of a cell are in the order (channel, row, column).
+    """
+    cells = x.unflatten(4, (-1, size)).unflatten(3, (-1, size))  # B C T H s W s
+    return cells.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2).contiguous()
+
+
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return layer_norm(x) (1 + scale) + shift, computed in float32, in the dtype of `x`.
 

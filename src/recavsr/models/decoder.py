@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
 from recavsr.geometry import FRAMES_PER_LATENT, Grid
-from recavsr.layers import RMSNorm
+from recavsr.layers import RMSNorm, grid_cells
 from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.state import State
 
@@ -105,7 +105,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class GroupHistory(State):
-    """Keys (after norm and spatial rotation) and values of one layer's earlier groups of frames."""
+    """Keys and values of one layer's earlier groups of frames."""
 
     keys: Tensor  # [B, G, N, frames, D] after norm and rotation by absolute position
     values: Tensor
@@ -308,10 +308,7 @@ class FlashDecoder(nn.Module):
         if lead:  # the first latent stands for one frame, shown as the last of its four
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
-        stride = self.config.latent_stride
-        cells = lr_frames.to(dtype).unflatten(4, (-1, stride)).unflatten(3, (-1, stride))  # B c F H s W s
-        cells = cells.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2)
-        stem = self.lr_stem(cells.contiguous())  # B N F lr
+        stem = self.lr_stem(grid_cells(lr_frames.to(dtype), self.config.latent_stride))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1).contiguous())
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))

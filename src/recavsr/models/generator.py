@@ -6,7 +6,7 @@ Shapes: B batch, T latents of a call, H W latent rows and columns, N tokens of a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from recavsr.attention import SpatialWindow, plan_window
 from recavsr.cache_policy import Schedule, visible_after_blocks
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid, frames_of_latents
-from recavsr.layers import sinusoid
+from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import KVHistory, extend
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
@@ -273,9 +273,7 @@ class Generator(nn.Module):
 
     def _patch(self, latents: Tensor) -> Tensor:
         """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, N, T, width]."""
-        p = self.config.patch
-        x = latents.unflatten(4, (-1, p)).unflatten(3, (-1, p))  # B C T h p w p
-        x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2).contiguous()
+        x = grid_cells(latents, self.config.patch)
         return F.linear(x, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
 
     def _predict(self, x: Tensor, condition: Condition, grid: Grid) -> Tensor:
@@ -328,8 +326,3 @@ def schedule_visibility(schedule: Schedule, plan: BlockPlan, latents: int) -> tu
                 bias[query, list(past + positions)] = 0.0
         biases[action] = bias
     return tuple(biases[action] for action in schedule.actions)
-
-
-def with_schedule(config: GeneratorConfig, schedule: Schedule) -> GeneratorConfig:
-    """Return the config with another cache schedule (ablations, exported routes)."""
-    return replace(config, schedule=schedule)

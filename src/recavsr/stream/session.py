@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recavsr.errors import InputError
+from recavsr.geometry import padded_size
 from recavsr.state import State
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
 from recavsr.stream.color_fix import ColorFix, adain, wavelet
@@ -52,8 +53,7 @@ class Session:
         self._start(shot)
 
     def _start(self, shot: int) -> None:
-        multiple = self.model.size_multiple
-        height, width = (-(-side // multiple) * multiple for side in self.out_size)
+        height, width = padded_size(*self.out_size, self.model.size_multiple)
         self.shot = shot
         self._state: Any = self.model.start(height, width, seed=self.seed, shot=shot)
         self._pending: list[np.ndarray] = []

@@ -134,8 +134,31 @@ def encode_picture(pixels: np.ndarray, suffix: str) -> bytes:
     return b"".join(bytes(packet) for packet in [*context.encode(frame), *context.encode(None)])
 
 
-class PictureWriter:
+class _PendingPictures:
+    """What both writers of pictures share: nothing has its final name before the end."""
+
+    _pending: PendingOutput | PendingFiles
+
+    def copy(self, packet: Packet) -> None:
+        """Pictures hold no other streams."""
+
+    def finish(self) -> None:
+        """Give what was written its final name."""
+        self._pending.commit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pending.discard()
+
+
+class PictureWriter(_PendingPictures):
     """Writes the one frame of a still picture."""
+
+    _pending: PendingOutput
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self._pending = PendingOutput(path, overwrite=overwrite)
@@ -149,24 +172,11 @@ class PictureWriter:
         except (OSError, av.error.FFmpegError) as error:
             raise write_error(self._pending.final, error) from None
 
-    def copy(self, packet: Packet) -> None:
-        """Pictures hold no other streams."""
 
-    def finish(self) -> None:
-        """Give the file its name."""
-        self._pending.commit()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pending.discard()
-
-
-class SequenceWriter:
+class SequenceWriter(_PendingPictures):
     """Writes every frame as a picture file into a folder, or under a pattern like out/f_%05d.png."""
+
+    _pending: PendingFiles
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         number = re.search(r"%0?(\d*)d", target.name)
@@ -201,18 +211,3 @@ class SequenceWriter:
             (self._pending.path / name).write_bytes(encode_picture(frame.pixels, self._suffix))
         except (OSError, av.error.FFmpegError) as error:
             raise write_error(self._pending.folder / name, error) from None
-
-    def copy(self, packet: Packet) -> None:
-        """Pictures hold no other streams."""
-
-    def finish(self) -> None:
-        """Move the pictures to their folder."""
-        self._pending.commit()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pending.discard()
