@@ -91,7 +91,7 @@ def model() -> recipes.NanoTraining:
     return made
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "joint"])
+@pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "teacher", "joint"])
 def test_every_loss_trains_all_its_parameters(
     model: recipes.NanoTraining, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +106,9 @@ def test_every_loss_trains_all_its_parameters(
 
     loss, trained = {
         "autoencoder": (recipes.autoencoder_loss(model, stage), [model.encoder, model.decoder]),
-        "control": (recipes.control_loss(model, stage), [model.decoder]),
+        "control": (recipes.control_loss(model, stage, distance), [model.decoder]),
         "generator": (recipes.generator_loss(model, stage), [model.generator]),
+        "teacher": (recipes.teacher_loss(model, stage), [model.generator]),
         "joint": (recipes.joint_loss(model, stage, distance), [model.generator, model.decoder]),
     }[name]
     model.zero_grad()

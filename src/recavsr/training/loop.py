@@ -120,6 +120,32 @@ class TrainingStep:
         return self.losses
 
 
+class Prefetcher:
+    """Draws the next batch while a step runs: on a card on a stream of its own.
+
+    `take` returns the batch that the last `prepare` (or the construction) drew.
+    """
+
+    def __init__(self, next_batch: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:
+        self.next_batch = next_batch
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Draw the next batch."""
+        with torch.cuda.stream(self.stream):
+            self.batch = self.next_batch()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the batch, ready for the current stream."""
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.batch[0].device)
+            current.wait_stream(self.stream)
+            for tensor in self.batch:
+                tensor.record_stream(current)
+        return self.batch
+
+
 def learning_rate(settings: RunSettings, step: int, progress: float) -> float:
     """Return the rate: linear warm-up, constant, then a half cosine to zero over the cool-down."""
     warm = min(1.0, (step + 1) / settings.warm_up_steps)
@@ -140,7 +166,8 @@ def train(
     Logs a CSV row every `log_every` steps. Raises RuntimeError where the loss stops being finite;
     parameters and averages are then spoilt, and the last checkpoint is what there is to go on from.
     """
-    step_function = TrainingStep(loss_function, parameters, settings, next_batch())
+    batches = Prefetcher(next_batch, parameters[0].device)
+    step_function = TrainingStep(loss_function, parameters, settings, batches.take())
     log_path.parent.mkdir(parents=True, exist_ok=True)
     started, step, last_save = time.monotonic(), 0, time.monotonic()
     with log_path.open("w", newline="") as file:
@@ -151,7 +178,8 @@ def train(
             if progress >= 1:
                 break
             rate = learning_rate(settings, step, progress)
-            losses = step_function(next_batch(), rate)
+            losses = step_function(batches.take(), rate)
+            batches.prepare()  # while the card works on the step
             step += 1
             if step % settings.log_every == 0 or step == settings.steps:
                 values = {name: float(value) for name, value in losses.items()}

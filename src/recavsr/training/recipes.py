@@ -1,4 +1,4 @@
-"""nano's training as named stages: autoencoder, generator, joint.
+"""nano's training as named stages: autoencoder, generator, teacher, joint, polish.
 
     python -m recavsr.training.recipes autoencoder --pack PACK --out RUN --seconds 300
 
@@ -28,7 +28,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.models.autoencoder import Encoder
 from recavsr.models.decoder import FlashDecoder
-from recavsr.models.generator import Generator
+from recavsr.models.generator import Generator, teacher_forced_recycled
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
 from recavsr.models.weights import ModelFolder, load_strictly, read_tensors, save_model_folder
 from recavsr.training.loop import LossFunction, RunSettings, train
@@ -118,6 +118,7 @@ class Stage:
     run: RunSettings
     latent_weight: float = 0.1
     difference_weight: float = 0.5
+    still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
     perceptual_weight: float = 0.0
     hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
@@ -138,21 +139,44 @@ def generator_stage() -> Stage:
     return Stage(latents=10, batch=16, run=RunSettings(seconds=180, learning_rate=5e-4))
 
 
+def teacher_stage() -> Stage:
+    """Generator alone, all blocks at once, given the true latents of the block before (Appendix C.2).
+
+    With truth to look back on, looking back pays at once; self-rollout then has a reason to go on.
+    """
+    return Stage(latents=14, batch=16, run=RunSettings(seconds=150, learning_rate=5e-4))
+
+
 def joint_stage() -> Stage:
-    """Generator and decoder together by RGB losses through self-rollout."""
-    return Stage(latents=10, batch=16, run=RunSettings(seconds=420, learning_rate=3e-4))
+    """Generator and decoder together by RGB losses through self-rollout over 6 + 4 x 2 latents."""
+    return Stage(latents=14, batch=11, run=RunSettings(seconds=420, learning_rate=3e-4), still_weight=4.0)
 
 
 def polish_stage() -> Stage:
     """The joint stage with a perceptual loss at a low rate."""
     return Stage(
-        latents=10, batch=16, run=RunSettings(seconds=240, learning_rate=1.5e-4), perceptual_weight=0.04
+        latents=14,
+        batch=11,
+        run=RunSettings(seconds=240, learning_rate=1.5e-4),
+        still_weight=4.0,
+        perceptual_weight=0.06,
     )
 
 
 def control_stage() -> Stage:
     """The control: the decoder alone on LR frames, its latents zero; same data and protocol."""
-    return Stage(latents=3, batch=32, run=RunSettings(seconds=540, learning_rate=6e-4))
+    return Stage(latents=3, batch=32, run=RunSettings(seconds=540, learning_rate=6e-4), still_weight=4.0)
+
+
+def control_polish_stage() -> Stage:
+    """The control with the polish stage's perceptual loss."""
+    return Stage(
+        latents=3,
+        batch=32,
+        run=RunSettings(seconds=240, learning_rate=1.5e-4),
+        still_weight=4.0,
+        perceptual_weight=0.06,
+    )
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
@@ -180,22 +204,30 @@ def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     return loss
 
 
-def control_loss(model: NanoTraining, stage: Stage) -> LossFunction:
+def control_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
     """Return the loss of the decoder alone."""
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         shape = (hq.shape[0], nano().latent_channels, stage.latents, hq.shape[3] // 16, hq.shape[4] // 16)
         latents = torch.zeros(shape, device=hq.device)
         _, frames = model.decoder.step(model.decoder.start(), latents, lr)
-        pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq)
-        return {
-            "loss": pixel + stage.difference_weight * difference,
-            "pixel": pixel,
-            "difference": difference,
-            "gain_db": psnr(frames, hq) - psnr(lr, hq),
-        }
+        return _picture_losses(frames, hq, lr, stage, distance)
 
     return loss
+
+
+def _picture_losses(
+    frames: Tensor, hq: Tensor, lr: Tensor, stage: Stage, distance: PerceptualDistance | None
+) -> dict[str, Tensor]:
+    """Return pixels, frame differences and (if wanted) a perceptual distance of three frames a clip."""
+    pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq, stage.still_weight)
+    total = pixel + stage.difference_weight * difference
+    terms = {"pixel": pixel, "difference": difference}
+    if distance is not None:
+        picks = torch.randint(0, stage.frames, (3,), device=hq.device)
+        terms["perceptual"] = perceptual(frames, hq, distance, picks)
+        total = total + stage.perceptual_weight * terms["perceptual"]
+    return {"loss": total, **terms, "gain_db": psnr(frames, hq) - psnr(lr, hq)}
 
 
 def generator_loss(model: NanoTraining, stage: Stage) -> LossFunction:
@@ -212,6 +244,29 @@ def generator_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     return loss
 
 
+def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
+    """Return the squared error of one-step latents, every block recycling the true block before it."""
+
+    def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            target = model.encode(hq)
+        condition = model.generator.condition(model.prompt)
+        # Noise of a random strength a clip: what is recycled in inference is never quite true.
+        strength = stage.latent_noise * torch.rand(hq.shape[0], 1, 1, 1, 1, device=hq.device)
+        recycled = teacher_forced_recycled(target + strength * torch.randn_like(target), PLAN)
+        noise = torch.randn_like(target)
+        latents = noise - model.generator(condition, noise, lr, recycled, PLAN).float()
+        first = PLAN.latents(0)
+        return {
+            "loss": F.mse_loss(latents, target),
+            "first_block": F.mse_loss(latents[:, :, :first], target[:, :, :first]),
+            "later_blocks": F.mse_loss(latents[:, :, first:], target[:, :, first:]),
+            "target_power": target.square().mean(),
+        }
+
+    return loss
+
+
 def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
     """Return pixels, frame differences, latents and (if wanted) a perceptual distance of a rollout."""
 
@@ -221,15 +276,8 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
         condition = model.generator.condition(model.prompt)
         blocks = roll_out(model.generator, condition, torch.randn_like(target), lr, PLAN)
         latent = F.mse_loss(torch.cat(blocks, dim=2), target)
-        frames = decode_blocks(model.decoder, blocks, lr, PLAN)
-        pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq)
-        total = pixel + stage.difference_weight * difference + stage.latent_weight * latent
-        terms = {"pixel": pixel, "difference": difference, "latent": latent}
-        if distance is not None:
-            picks = torch.randint(0, stage.frames, (3,), device=hq.device)
-            terms["perceptual"] = perceptual(frames, hq, distance, picks)
-            total = total + stage.perceptual_weight * terms["perceptual"]
-        return {"loss": total, **terms, "gain_db": psnr(frames, hq) - psnr(lr, hq)}
+        losses = _picture_losses(decode_blocks(model.decoder, blocks, lr, PLAN), hq, lr, stage, distance)
+        return {**losses, "loss": losses["loss"] + stage.latent_weight * latent, "latent": latent}
 
     return loss
 
@@ -276,9 +324,11 @@ def measure_statistics(model: NanoTraining, batches: Iterator[tuple[Tensor, Tens
 STAGES: dict[str, Callable[[], Stage]] = {
     "autoencoder": autoencoder_stage,
     "generator": generator_stage,
+    "teacher": teacher_stage,
     "joint": joint_stage,
     "polish": polish_stage,
     "control": control_stage,
+    "control_polish": control_polish_stage,
 }
 
 
@@ -309,15 +359,19 @@ def run_stage(
         distance = LPIPS(net="vgg", weights=lpips_weights).to(device)
     loss = {
         "autoencoder": lambda: autoencoder_loss(model, stage),
-        "control": lambda: control_loss(model, stage),
+        "control": lambda: control_loss(model, stage, distance),
+        "control_polish": lambda: control_loss(model, stage, distance),
         "generator": lambda: generator_loss(model, stage),
+        "teacher": lambda: teacher_loss(model, stage),
         "joint": lambda: joint_loss(model, stage, distance),
         "polish": lambda: joint_loss(model, stage, distance),
     }[name]()
     parts: dict[str, list[nn.Module]] = {
         "autoencoder": [model.encoder, model.decoder],
         "control": [model.decoder],
+        "control_polish": [model.decoder],
         "generator": [model.generator],
+        "teacher": [model.generator],
     }
     trained = parts.get(name, [model.generator, model.decoder])
     model.requires_grad_(False)
@@ -344,7 +398,7 @@ def run_stage(
     if name == "autoencoder":
         measure_statistics(model, iter(next_batch, None), 8)
     model.save(out / f"{name}.safetensors")
-    if name in ("joint", "polish"):
+    if name not in ("autoencoder", "generator", "teacher"):
         model.export(out / f"{name}_model")
     print(f"{name}: {steps} steps, weights in {out / f'{name}.safetensors'}", flush=True)
     return model
@@ -363,7 +417,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--fill", type=int, default=512, help="records to wait for before training")
     parser.add_argument("--lpips", type=Path, help="LPIPS weights (file or folder)")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", nargs="*", choices=list(STAGES), default=[], help="stages to compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -374,7 +428,11 @@ def main(arguments: list[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(
             TrainingPool(
-                options.pack, device, workers=options.workers, settings=PairSettings(), seed=options.seed
+                options.pack,
+                device,
+                workers=options.workers,
+                settings=PairSettings(frames=53),
+                seed=options.seed,
             )
         )
         pool.fill(options.fill)
@@ -395,7 +453,7 @@ def main(arguments: list[str] | None = None) -> None:
                 device=device,
                 start_from=start,
                 lpips_weights=options.lpips,
-                compiled=options.compile,
+                compiled=name in options.compile,
                 seed=options.seed,
             )
             start = options.out / f"{name}.safetensors"
