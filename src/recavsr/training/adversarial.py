@@ -29,7 +29,9 @@ def feature_r1(score: Callable[[Sequence[Tensor]], Tensor], features: Sequence[T
     `score` turns the features of real clips into logits [B]. The features are cut from whatever made
     them, so that second derivatives stay inside `score`: the heads, not the backbone.
     """
-    leaves = [x.detach().float().requires_grad_() for x in features]
+    leaves = [x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in features]
+    for leaf in leaves:
+        leaf.requires_grad_()
     with torch.enable_grad():
         gradients = torch.autograd.grad(score(leaves).sum(), leaves, create_graph=True)
     return torch.stack([g.flatten(1).square().sum(dim=1) for g in gradients]).sum(dim=0).mean()
