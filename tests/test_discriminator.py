@@ -1,4 +1,4 @@
-"""The MSQ discriminator: supports against brute force, what each scope sees, RSGAN and R1 by their definitions."""
+"""The MSQ discriminator: supports against brute force, what each scope sees, RSGAN and R1 by definition."""
 
 from __future__ import annotations
 
@@ -318,15 +318,14 @@ def test_r1_reaches_the_heads_and_never_the_backbone() -> None:
     feature_r1(lambda x: model.scope_logits(x, supports).mean(1), features).backward()
     assert all(p.grad is None for p in model.backbone.parameters())
     for name, parameter in model.heads[0].named_parameters():
-        if name not in ("readout.0.bias", "readout.1.bias"):  # they shift the logit, not its slope
-            assert parameter.grad is not None, name
-            assert parameter.grad.any(), name
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
 
 
 def test_it_learns_to_tell_two_kinds_of_latents_apart() -> None:
     """Pairs that differ only by a fine lattice; judged on pairs and supports that it never saw."""
     model = discriminator(replace(CONFIG, layers=(1,), width=32))
-    optimizer = torch.optim.AdamW(model.heads.parameters(), lr=3e-3, betas=(0.0, 0.99))
+    optimizer = torch.optim.AdamW(model.heads.parameters(), lr=1e-3, betas=(0.0, 0.99))
     lattice = torch.tensor([[1.0, -1, 1, -1, 1], [-1, 1, -1, 1, -1], [1, -1, 1, -1, 1]])
     torch.manual_seed(5)
 
@@ -336,15 +335,15 @@ def test_it_learns_to_tell_two_kinds_of_latents_apart() -> None:
         both = [model.backbone(noise.add_to(x), noise.timestep) for x in (real, real + 0.7 * lattice)]
         return torch.stack([model.scope_logits(x, supports) for x in both])
 
-    for _ in range(25):
+    for _ in range(15):
         loss = discriminator_loss(*logits(4).mean(2))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
         real, fake = logits(32)
-    assert ((real - fake).mean(0) > 0.3).all()  # every scope
-    assert (real.mean(1) > fake.mean(1)).float().mean() > 0.9
+    assert ((real - fake).mean(0) > 0.5).all()  # every scope
+    assert (real.mean(1) > fake.mean(1)).float().mean() > 0.95
 
 
 # ---------------------------------------------------------------------------------------------- balance

@@ -147,7 +147,8 @@ class QueryHead(nn.Module):
         self.ffn = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
-        self.readout = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 1))
+        # No biases: they would cancel between a real and a generated clip.
+        self.readout = nn.Sequential(nn.LayerNorm(width, bias=False), nn.Linear(width, 1, bias=False))
 
     def forward(self, features: Tensor, supports: tuple[Tensor | None, ...]) -> Tensor:
         """Return the logits [B, S, Q] of features [B, N, T, C_in] seen through one support a scope."""
