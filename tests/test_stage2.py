@@ -262,6 +262,23 @@ def test_training_lowers_the_losses() -> None:
     assert objective.model.balance.reconstruction > 0
 
 
+def test_bfloat16_leaves_the_heads_in_float32() -> None:
+    objective = stage2(replace(SETTINGS, checkpoint=True, train_decoder=True))
+    logits: list[torch.dtype] = []
+    for head in objective.model.discriminator.heads:
+        head.register_forward_hook(lambda _m, _i, out: logits.append(out.dtype))
+    updates = objective.updates(Batch(pairs().hq, pairs().lr.bfloat16()))
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            name, losses = next(updates)
+        losses["loss"].backward()
+        assert losses["loss"].dtype == torch.float32
+    assert name == "generator"
+    assert set(logits) == {torch.float32}
+    for player in objective.players:
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in player.parameters)
+
+
 class NothingComesBack(TorchDispatchMode):
     """Refuses what would make the host wait for a device, and shapes that hang on values."""
 
