@@ -390,11 +390,14 @@ def test_noise_and_hard_lr_frames_fall_on_their_share() -> None:
 
 def test_frame_losses() -> None:
     batch = pairs(5)
+    batch.hq[:, :, 2] = batch.hq[:, :, 1]  # a still moment
     frames = (batch.lr * 0.9).requires_grad_()
-    losses = FrameLosses("charbonnier", 0.5, pixel_weight=3.0, difference_weight=0.25)
+    losses = FrameLosses("charbonnier", 0.5, pixel_weight=3.0, difference_weight=0.25, still_weight=2.0)
     total, terms = losses(frames, batch.hq, batch.lr, distance)
     clamped = (frames.clamp(-1, 1) - batch.hq).abs().mean()
-    wanted = 3 * charbonnier(frames, batch.hq) + 0.25 * temporal_difference(frames, batch.hq) + 0.5 * clamped
+    wanted = (
+        3 * charbonnier(frames, batch.hq) + 0.25 * temporal_difference(frames, batch.hq, 2.0) + 0.5 * clamped
+    )
     assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert set(terms) == {"pixel", "difference", "perceptual", "gain_db"}
     again, _ = losses(frames, batch.hq, batch.lr, distance, checkpoint=True)

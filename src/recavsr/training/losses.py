@@ -33,14 +33,19 @@ def pixel_loss(kind: PixelLoss, frames: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(frames, target) if kind == "mse" else charbonnier(frames, target)
 
 
-def temporal_difference(frames: Tensor, target: Tensor) -> Tensor:
-    """Return the smooth L1 of frame-to-frame differences: flicker and lag where the target is still.
+def temporal_difference(frames: Tensor, target: Tensor, still_weight: float = 0.0) -> Tensor:
+    """Return the smooth L1 of frame-to-frame differences: flicker and lag. Zero for single frames.
 
-    Zero for single frames.
+    Pixels whose target changes by less than 1/255 count `still_weight` times more: flicker is seen
+    most where nothing moves, and is smallest there.
     """
     if frames.shape[2] == 1:
         return frames.new_zeros(())
-    return charbonnier(frames.diff(dim=2), target.diff(dim=2))
+    change = target.float().diff(dim=2)
+    error = (frames.float().diff(dim=2) - change).square().add(1e-6).sqrt()
+    if still_weight:
+        error = error * (1 + still_weight * (change.abs().amax(1, keepdim=True) < 2 / 255))
+    return error.mean()
 
 
 def perceptual(
@@ -90,6 +95,8 @@ class FrameLosses:
     pixel_weight: float = 1.0
     difference_weight: float = 0.0
     """Of errors in frame-to-frame differences (not in the paper)."""
+    still_weight: float = 0.0
+    """Of still pixels in these differences, beyond the others' (not in the paper)."""
     perceptual_frames: int | None = None
     """Frames of a clip that the perceptual distance looks at, drawn anew each step; None: all."""
 
@@ -108,7 +115,7 @@ class FrameLosses:
         """
         terms = {
             "pixel": pixel_loss(self.pixel, frames, hq),
-            "difference": temporal_difference(frames, hq),
+            "difference": temporal_difference(frames, hq, self.still_weight),
         }
         total = self.pixel_weight * terms["pixel"] + self.difference_weight * terms["difference"]
         if self.perceptual_weight and distance is not None:
