@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from recavsr.errors import InputError
+from recavsr.training.recompute import recompute
 
 PerceptualDistance = Callable[[Tensor, Tensor], Tensor]
 """Two batches of images [N, 3, H, W] in [-1, 1] to distances [N]."""
@@ -16,12 +22,25 @@ def charbonnier(x: Tensor, target: Tensor, eps: float = 1e-3) -> Tensor:
     return (x.float() - target.float()).square().add(eps**2).sqrt().mean()
 
 
+PixelLoss = Literal["l1", "mse", "charbonnier"]
+
+
+def pixel_loss(kind: PixelLoss, frames: Tensor, target: Tensor) -> Tensor:
+    """Return the mean distance of pixels, in float32."""
+    frames, target = frames.float(), target.float()
+    if kind == "l1":
+        return F.l1_loss(frames, target)
+    return F.mse_loss(frames, target) if kind == "mse" else charbonnier(frames, target)
+
+
 def temporal_difference(frames: Tensor, target: Tensor, still_weight: float = 0.0) -> Tensor:
-    """Return the smooth L1 of frame-to-frame differences: flicker and lag.
+    """Return the smooth L1 of frame-to-frame differences: flicker and lag. Zero for single frames.
 
     Pixels whose target changes by less than 1/255 count `still_weight` times more: flicker is seen
     most where nothing moves, and is smallest there.
     """
+    if frames.shape[2] == 1:
+        return frames.new_zeros(())
     change = target.float().diff(dim=2)
     error = (frames.float().diff(dim=2) - change).square().add(1e-6).sqrt()
     if still_weight:
@@ -29,10 +48,30 @@ def temporal_difference(frames: Tensor, target: Tensor, still_weight: float = 0.
     return error.mean()
 
 
-def perceptual(frames: Tensor, target: Tensor, distance: PerceptualDistance, picks: Tensor) -> Tensor:
-    """Return the mean perceptual distance of the frames at indices `picks` [n] of every clip."""
-    chosen, wanted = (x.index_select(2, picks).transpose(1, 2).flatten(0, 1) for x in (frames, target))
-    return distance(chosen.clamp(-1, 1), wanted).mean()
+def perceptual(
+    frames: Tensor,
+    target: Tensor,
+    distance: PerceptualDistance,
+    picks: Tensor,
+    *,
+    checkpoint: bool = False,
+) -> Tensor:
+    """Return the mean perceptual distance of the frames at indices `picks` [n] of every clip.
+
+    With `checkpoint` one frame of every clip at a time, each computed again in the backward pass.
+    """
+    chosen, wanted = (x.index_select(2, picks).transpose(1, 2) for x in (frames.clamp(-1, 1), target))
+    if checkpoint:
+        pairs = zip(chosen.unbind(1), wanted.unbind(1))
+        return torch.stack([recompute(distance, x, y).mean() for x, y in pairs]).mean()
+    return distance(chosen.flatten(0, 1), wanted.flatten(0, 1)).mean()
+
+
+def pick_frames(frames: int, count: int | None, device: torch.device) -> Tensor:
+    """Draw `count` different frame indices out of `frames`; all of them where `count` is None or more."""
+    if count is None or count >= frames:
+        return torch.arange(frames, device=device)
+    return torch.rand(frames, device=device).argsort()[:count]
 
 
 def latent_statistics_penalty(latents: Tensor) -> Tensor:
@@ -45,3 +84,47 @@ def psnr(x: Tensor, target: Tensor) -> Tensor:
     """Return the PSNR in dB of frames in [-1, 1], over the whole batch."""
     error = (x.float().clamp(-1, 1) - target.float()).square().mean() / 4
     return -10 * torch.log10(error)
+
+
+@dataclass(frozen=True)
+class FrameLosses:
+    """Which losses of decoded frames against the truth a stage adds up, and their weights."""
+
+    pixel: PixelLoss
+    perceptual_weight: float
+    pixel_weight: float = 1.0
+    difference_weight: float = 0.0
+    """Of errors in frame-to-frame differences (not in the paper)."""
+    still_weight: float = 0.0
+    """Of still pixels in these differences, beyond the others' (not in the paper)."""
+    perceptual_frames: int | None = None
+    """Frames of a clip that the perceptual distance looks at, drawn anew each step; None: all."""
+
+    def __call__(
+        self,
+        frames: Tensor,
+        hq: Tensor,
+        lr_frames: Tensor,
+        distance: PerceptualDistance | None,
+        *,
+        checkpoint: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted sum, and each loss with the gain in PSNR over the LR frames.
+
+        `distance` may be None where its weight is 0 (see `check`); `checkpoint` is `perceptual`'s.
+        """
+        terms = {
+            "pixel": pixel_loss(self.pixel, frames, hq),
+            "difference": temporal_difference(frames, hq, self.still_weight),
+        }
+        total = self.pixel_weight * terms["pixel"] + self.difference_weight * terms["difference"]
+        if self.perceptual_weight and distance is not None:
+            picks = pick_frames(hq.shape[2], self.perceptual_frames, hq.device)
+            terms["perceptual"] = perceptual(frames, hq, distance, picks, checkpoint=checkpoint)
+            total = total + self.perceptual_weight * terms["perceptual"]
+        return total, {**terms, "gain_db": psnr(frames, hq) - psnr(lr_frames, hq)}
+
+    def check(self, distance: PerceptualDistance | None) -> None:
+        """Raise InputError where a perceptual distance is wanted but not given."""
+        if self.perceptual_weight and distance is None:
+            raise InputError("the stage wants a perceptual distance: give LPIPS, or set its weight to 0")

@@ -31,6 +31,7 @@ from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import Generator, schedule_visibility, teacher_forced_recycled
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
 from recavsr.models.weights import ModelFolder, load_strictly, read_tensors, save_model_folder
+from recavsr.training.decoder_stage import with_hard_share, with_noise
 from recavsr.training.loop import LossFunction, RunSettings, train
 from recavsr.training.losses import (
     PerceptualDistance,
@@ -184,13 +185,9 @@ def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         latents = model.encode(hq)
-        batch = hq.shape[0]
-        noisy = (torch.rand(batch, 1, 1, 1, 1, device=hq.device) < 0.5) * stage.latent_noise
-        hard = torch.rand(batch, 1, 1, 1, 1, device=hq.device) < stage.hard_lr_share
-        given = torch.where(hard, _blurred(lr), lr)
-        _, frames = model.decoder.step(
-            model.decoder.start(), latents + noisy * torch.randn_like(latents), given
-        )
+        given = with_hard_share(lr, stage.hard_lr_share)
+        noisy = with_noise(latents, stage.latent_noise)
+        _, frames = model.decoder.step(model.decoder.start(), noisy, given)
         pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq)
         statistics = latent_statistics_penalty(latents)
         return {
@@ -282,13 +279,6 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
         return {**losses, "loss": losses["loss"] + stage.latent_weight * latent, "latent": latent}
 
     return loss
-
-
-def _blurred(lr: Tensor) -> Tensor:
-    """Blur LR frames [B, 3, F, S, S] away: what is left has 1/16 of the rows and columns."""
-    x = lr.transpose(1, 2).flatten(0, 1)
-    x = F.interpolate(F.avg_pool2d(x, 16), size=x.shape[-2:], mode="bilinear", align_corners=False)
-    return x.unflatten(0, (lr.shape[0], -1)).transpose(1, 2)
 
 
 def _in_bfloat16(loss: LossFunction, device: torch.device) -> LossFunction:

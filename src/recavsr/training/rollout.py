@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from recavsr.geometry import BlockPlan
 from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import Condition, Generator
+from recavsr.training.recompute import recompute
+
+Encode = Callable[[Tensor], Tensor]
+"""HQ frames [B, 3, F, s H, s W] to normalised latents [B, C, T, H, W]: a frozen encoder."""
+
+Decode = Callable[[list[Tensor], Tensor, BlockPlan], Tensor]
+"""Blocks of latents, LR frames and the plan of the blocks to frames [B, 3, F, s H, s W]."""
+
+
+def fitted_plan(plan: BlockPlan, latents: int) -> BlockPlan:
+    """Return `plan`, or for clips and images shorter than its first block, a plan that starts with them."""
+    return plan if latents >= plan.first else BlockPlan(latents, plan.rest)
 
 
 def roll_out(
-    generator: Generator, condition: Condition, noise: Tensor, lr_frames: Tensor, plan: BlockPlan
+    generator: Generator,
+    condition: Condition,
+    noise: Tensor,
+    lr_frames: Tensor,
+    plan: BlockPlan,
+    *,
+    checkpoint: bool = False,
 ) -> list[Tensor]:
     """Generate a clip block by block, each in one step at t = 1000.
 
     `noise` [B, C, T, H, W] and `lr_frames` [B, 3, 4 T - 3, s H, s W] cover whole blocks. Recycled
-    latents and history are detached between blocks, every block keeps its own graph. Returns each
+    latents and history are detached between blocks, every block keeps its own graph. With
+    `checkpoint` a block keeps only its inputs, and computes again in the backward pass. Returns each
     block's SR latents. Raises ValueError where T does not end at a block's end.
     """
+    step = partial(recompute, generator.step) if checkpoint else generator.step
     blocks: list[Tensor] = []
     state, latent = generator.start(), 0
     while latent < noise.shape[2]:
@@ -26,7 +49,7 @@ def roll_out(
         count, first, frames = plan.latents(index), plan.first_frame(index), plan.frames(index)
         if latent + count > noise.shape[2]:
             raise ValueError(f"{noise.shape[2]} latents do not end at a block's end ({plan})")
-        state, latents = generator.step(
+        state, latents = step(
             state.detach(),
             condition,
             noise[:, :, latent : latent + count],
@@ -37,11 +60,30 @@ def roll_out(
     return blocks
 
 
-def decode_blocks(decoder: FlashDecoder, blocks: list[Tensor], lr_frames: Tensor, plan: BlockPlan) -> Tensor:
-    """Decode a clip block by block, its history detached between blocks: [B, 3, 4 T - 3, s H, s W]."""
+def decode_blocks(
+    decoder: FlashDecoder,
+    blocks: list[Tensor],
+    lr_frames: Tensor,
+    plan: BlockPlan,
+    *,
+    checkpoint: bool = False,
+) -> Tensor:
+    """Decode a clip block by block, its history detached between blocks: [B, 3, 4 T - 3, s H, s W].
+
+    With `checkpoint` a block keeps only its inputs, and computes again in the backward pass.
+    """
+    step = partial(recompute, decoder.step) if checkpoint else decoder.step
     state, pieces = decoder.start(), []
     for index, latents in enumerate(blocks):
         first, frames = plan.first_frame(index), plan.frames(index)
-        state, piece = decoder.step(state.detach(), latents, lr_frames[:, :, first : first + frames])
+        state, piece = step(state.detach(), latents, lr_frames[:, :, first : first + frames])
         pieces.append(piece)
     return torch.cat(pieces, dim=2)
+
+
+def split_blocks(latents: Tensor, plan: BlockPlan) -> list[Tensor]:
+    """Cut latents [B, C, T, H, W] into the blocks of a plan; the last one may be short."""
+    sizes: list[int] = []
+    while (left := latents.shape[2] - sum(sizes)) > 0:
+        sizes.append(min(left, plan.latents(len(sizes))))
+    return list(latents.split(sizes, dim=2))

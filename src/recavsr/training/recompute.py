@@ -1,0 +1,28 @@
+"""Activation checkpointing: keep the inputs of a part, compute its inside again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call `function(*inputs)`, keep only the inputs, and compute again in the backward pass.
+
+    Inputs may be states: they are values, so the second computation sees what the first one saw.
+    `function` must not draw random numbers.
+    """
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute_layers(layers: nn.ModuleList) -> None:
+    """Let every layer compute again in the backward pass: memory for one layer's inside at a time.
+
+    Finer than `roll_out(..., checkpoint=True)`, which holds the insides of one whole block.
+    """
+    for layer in layers:
+        layer.forward = partial(recompute, layer.forward)
