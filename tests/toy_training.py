@@ -82,7 +82,7 @@ class ToyGan:
 
 
 class TinyRollout:
-    """Self-rollout of the tiny generator to given latents, for sharding: entered by `condition` and `step`."""
+    """Self-rollout of the tiny generator, for sharding: it is entered by `condition` and `step`."""
 
     name = "rollout"
 
@@ -94,7 +94,8 @@ class TinyRollout:
         self.plan = BlockPlan(2, 2)
         self.generator = tiny_generator().requires_grad_(True)
         self.model: nn.Module = nn.ModuleDict({"generator": self.generator})
-        self.prompt = tiny_prompt()
+        self.prompt = nn.Parameter(tiny_prompt())  # stays whole beside the sharded parameters
+        self.model.register_parameter("prompt", self.prompt)
         if sharded:
             shard(
                 self.generator,
@@ -105,7 +106,7 @@ class TinyRollout:
                 precision=None,
             )
         self.batches = BatchSettings(clips=2, frames=13)
-        parameters = tuple(self.generator.parameters())
+        parameters = (*self.generator.parameters(), self.prompt)
         self.players: tuple[Player, ...] = (Player("generator", parameters, FAST),)
 
     def advance(self, progress: float) -> None:

@@ -125,8 +125,8 @@ class PoolSource:
     an uninterrupted one (with workers=0 the same, if the pool is made and filled the same way).
     """
 
-    def __init__(self, pool: TrainingPool, world: World, *, seed: int = 0) -> None:
-        self._pool, self._world, self._seed = pool, world, seed
+    def __init__(self, pool: TrainingPool, world: World, *, seed: int = 0, made_before: int = 0) -> None:
+        self._pool, self._world, self._seed, self._made_before = pool, world, seed, made_before
         self._number = 0
 
     def batch(self, settings: BatchSettings) -> Batch:
@@ -136,9 +136,9 @@ class PoolSource:
         return Batch(*self._pool.batch(self._world.share(count, "clips of a batch"), frames))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch's number, the drawing's random state, and how many records were made."""
+        """Return the batch's number, the drawing's random state, and how many records the run had made."""
         random = self._pool._rng.bit_generator.state
-        return {"number": self._number, "random": random, "made": self._pool.made}
+        return {"number": self._number, "random": random, "made": self._made_before + self._pool.made}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on drawing from a position."""

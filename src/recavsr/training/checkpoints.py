@@ -7,6 +7,7 @@ the data. It appears under its name only when it is complete.
 
 from __future__ import annotations
 
+import pickle
 import random
 import re
 import shutil
@@ -137,8 +138,8 @@ def read_run(path: Path) -> dict[str, Any]:
         run = torch.load(path / "run.pt", weights_only=True)
         if run["format"] != _FORMAT:
             raise InputError(f"{path} has format {run['format']}, this version reads {_FORMAT}")
-    except (OSError, RuntimeError, KeyError, EOFError, ValueError) as error:
-        raise InputError(f"{path} can not be read as a checkpoint: {error}") from error
+    except (OSError, RuntimeError, KeyError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path} can not be read as a checkpoint ({type(error).__name__})") from error
     return run
 
 

@@ -85,7 +85,7 @@ def train(
     step_function = TrainingStep(
         objective, world, precision=run.precision, micro_batches=run.micro_batches, graphs=graphs
     )
-    for count in {objective.batches.clips, objective.batches.images} - {0}:
+    for count in sorted({objective.batches.clips, objective.batches.images} - {0}):
         if world.share(count, "clips of a batch") % run.micro_batches:
             raise InputError(f"{count} clips can't be split into {run.micro_batches} micro-batches a process")
     checkpoints = Checkpoints(

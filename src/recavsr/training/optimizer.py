@@ -69,10 +69,12 @@ class PlayerOptimizer:
         self.parameters = list(player.parameters)
         if not self.parameters:
             raise ValueError(f"{player.name} has no parameters")
-        device = self.parameters[0].device
-        self._rate = torch.zeros((), device=device) if capturable else None
+        self._device = self.parameters[0].device
+        self._rate = torch.zeros((), device=self._device) if capturable else None
+        # The fused update takes whole or sharded parameters, not both in one call.
+        kinds = [[p for p in self.parameters if isinstance(p, DTensor) == kind] for kind in (False, True)]
         self._optimizer = torch.optim.AdamW(
-            self.parameters,
+            [{"params": parameters} for parameters in kinds if parameters],
             lr=0.0 if self._rate is None else self._rate,
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
@@ -102,11 +104,24 @@ class PlayerOptimizer:
 
     def step(self) -> Tensor:
         """Clip the gradients, update the parameters and their averages; return the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm, foreach=True)
+        norm = self._clip()
         self._optimizer.step()
         if self.averages is not None:
             self.averages.update()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
+
+    @torch.no_grad()
+    def _clip(self) -> Tensor:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norms = []
+        for sharded in (False, True):
+            some = [g for g in gradients if isinstance(g, DTensor) == sharded]
+            norm = torch.nn.utils.get_total_norm(some, foreach=True)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = torch.linalg.vector_norm(torch.stack([n.to(self._device) for n in norms]))
+        scale = (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(_locals(gradients), scale)
+        return norm
 
     def state(self) -> dict[str, dict[int, Tensor]]:
         """Return the optimiser's tensors and the averages by parameter number: the tensors themselves."""

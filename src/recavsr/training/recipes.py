@@ -91,8 +91,8 @@ def nano_control() -> Recipe:
 def nano_debug() -> Recipe:
     """All stages of nano on a CPU in minutes, from a small part of the data. Shows that training works."""
     small = PairSettings(size=64, degradations=1)
-    lengths = {"autoencoder": (60, 4, 2e-3), "generator": (30, 2, 1e-3), "joint": (20, 2, 5e-4)}
-    lengths |= {"polish": (12, 2, 2e-4)}
+    lengths = {"autoencoder": (40, 4, 2e-3), "generator": (24, 2, 1e-3), "joint": (16, 2, 5e-4)}
+    lengths |= {"polish": (8, 2, 2e-4)}
     stages = []
     for name in SHORT_FORM:
         steps, batch, rate = lengths[name]
@@ -101,7 +101,7 @@ def nano_debug() -> Recipe:
         stage = replace(STAGES[name](), batch=batch, optimizer=optimizer, perceptual_weight=0.0)
         run = RunSettings(steps=steps, log_every=1, save_every=10, sample_every=steps)
         stages.append(nano_stage(name, run, stage))
-    return Recipe(_about(nano_debug), tuple(stages), small, data="exact", sample_of_data=(2, 8))
+    return Recipe(_about(nano_debug), tuple(stages), small, data="exact", sample_of_data=(2, 8), checks=2)
 
 
 # ---------------------------------------------------------------- the registry

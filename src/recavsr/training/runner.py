@@ -6,11 +6,10 @@ tensorboard/) and leaves `NAME.safetensors`, from which the next stage starts.
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from recavsr.training.checkpoints import complete, read_run
 from recavsr.training.distributed import World, join
 from recavsr.training.loop import RunSettings, train
 from recavsr.training.nano import schedule_text
-from recavsr.training.objective import Objective
+from recavsr.training.objective import Batch, Objective
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class Recipe:
     pairs: PairSettings = field(default_factory=PairSettings)
     data: Literal["pool", "exact"] = "pool"  # a pool for throughput, or exactly repeatable batches
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
+    checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
             torch.backends.cudnn.benchmark = True
         tell = say if world.leads else _silent
         options.out.mkdir(parents=True, exist_ok=True)
-        with _open_source(recipe, options, world, tell) as source:
+        with _open_data(recipe, options, world, tell) as source_of:
             start = options.start
-            for stage in recipe.stages:
-                _run_stage(stage, source, options, world, start, tell)
+            for number, stage in enumerate(recipe.stages):
+                _run_stage(stage, source_of(number), recipe, options, world, start, tell)
                 start = result_of(options.out, stage.name)
 
 
@@ -138,6 +138,7 @@ def holds_a_run(out: Path, recipe: Recipe) -> bool:
 def _run_stage(
     stage: RecipeStage,
     source: BatchSource,
+    recipe: Recipe,
     options: RunOptions,
     world: World,
     start: Path | None,
@@ -157,6 +158,9 @@ def _run_stage(
         folder.mkdir(parents=True, exist_ok=True)
         settings = _settings(stage, objective, options)
         (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str) + "\n")
+    checks = _check_batches(source, recipe.checks, objective)
+    objective.advance(0.0)
+    before = fixed_losses(objective, checks, world)
     steps = train(
         objective,
         source,
@@ -168,12 +172,14 @@ def _run_stage(
         facts=facts_of(objective),
         say=say,
     )
+    after = fixed_losses(objective, checks, world)
     stage.finish(objective, source, result, world)
     world.barrier()
     if world.leads:
-        first, last = loss_ends(folder / "log.csv")
-        (folder / "finished.json").write_text(json.dumps({"steps": steps, "loss": [first, last]}) + "\n")
-        say(f"{stage.name}: {steps} steps, loss {first:.4g} -> {last:.4g}, weights in {result}")
+        outcome = {"steps": steps, "loss_before": before, "loss_after": after}
+        (folder / "finished.json").write_text(json.dumps(outcome, indent=1) + "\n")
+        falls = [f"loss of {name} {before[name]:.4g} -> {after[name]:.4g}" for name in before]
+        say(", ".join([f"{stage.name}: {steps} steps", *falls, f"weights in {result}"]))
     world.barrier()
 
 
@@ -183,14 +189,26 @@ def facts_of(objective: Objective) -> dict[str, str]:
     return {"schedule": schedule_text(generators[0])} if generators else {}
 
 
-def loss_ends(log: Path) -> tuple[float, float]:
-    """Return the mean loss over the first and over the last third of a log's rows (nan: no rows)."""
-    with log.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = [name for name in (rows[0] if rows else {}) if name == "loss" or name.endswith("_loss")]
-    losses = [float(row[names[-1]]) for row in rows if names and row[names[-1]]]
-    part = max(1, len(losses) // 3)
-    return float(np.mean(losses[:part] or np.nan)), float(np.mean(losses[-part:] or np.nan))
+def _check_batches(source: BatchSource, count: int, objective: Objective) -> list[Batch]:
+    """Draw batches from far beyond any that training reaches."""
+    if not count:
+        return []
+    position = source.state_dict()
+    source.load_state_dict({"number": 2**40, "first": 2**40})
+    batches = [source.batch(objective.batches) for _ in range(count)]
+    source.load_state_dict(position)
+    return batches
+
+
+def fixed_losses(objective: Objective, batches: Sequence[Batch], world: World) -> dict[str, float]:
+    """Return each player's mean loss over batches, under the same noise at every call; nothing is trained."""
+    found: dict[str, list[float]] = {}
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        for batch in batches:
+            for player, losses in objective.updates(batch):
+                found.setdefault(player, []).append(float(losses["loss"].detach()))
+    return {player: sum(values) / len(values) for player, values in found.items()}
 
 
 def _settings(stage: RecipeStage, objective: Objective, options: RunOptions) -> dict[str, Any]:
@@ -216,9 +234,13 @@ def _set_seeds(seed: int, rank: int) -> None:
 
 
 @contextmanager
-def _open_source(
+def _open_data(
     recipe: Recipe, options: RunOptions, world: World, say: Callable[[str], None]
-) -> Iterator[BatchSource]:
+) -> Iterator[Callable[[int], BatchSource]]:
+    """Yield what makes each stage's source of batches, by the stage's number.
+
+    Every stage has its own, so that it does not matter where the stage before left off.
+    """
     if world.leads:
         pack = _pack(recipe, options, say)
     pack = world.agree(pack if world.leads else None)
@@ -229,7 +251,9 @@ def _open_source(
             clips = ClipSource.open(pack, cache=cache, processes=options.workers)
         world.barrier()
     if recipe.data == "exact":
-        yield PairSource(clips, recipe.pairs, world, seed=options.seed, workers=options.workers)
+        yield lambda stage: PairSource(
+            clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
+        )
         return
     # Each rank has workers of its own, and none makes a clip again that the run had before.
     seed, made = options.seed + 1_000_003 * world.rank, _records_made(recipe, options)
@@ -238,7 +262,7 @@ def _open_source(
     ) as pool:
         pool.fill(options.fill)
         say(f"pool: {pool.count} records")
-        yield PoolSource(pool, world, seed=options.seed)
+        yield lambda stage: PoolSource(pool, world, seed=options.seed, made_before=made)
         say(f"pool: {pool.made} records made")
 
 
@@ -257,6 +281,7 @@ def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Pa
         return pack
     say(f"packing {data}")
     shutil.rmtree(pack, ignore_errors=True)
+    pack.mkdir(parents=True)
     held = {"validation_videos": 4, "validation_photos": 8}
     if recipe.sample_of_data is not None:
         data = _small_copy(data, options.out / "data" / "sample", *recipe.sample_of_data)
@@ -277,6 +302,7 @@ def _small_copy(data: Path, target: Path, videos: int, photos: int) -> Path:
         own.sort(key=lambda line: (data / line.split("\t")[0]).stat().st_size)
         chosen += own[:count]
     shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     for line in chosen:
         name = line.split("\t")[0]
         (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -196,7 +196,8 @@ class TrainingStep:
                 for _ in range(3):
                     self._run(captured.inputs, active)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(captured.graph, pool=self._pool):
+            # Other threads (of NCCL, of the data) may call CUDA meanwhile.
+            with torch.cuda.graph(captured.graph, pool=self._pool, capture_error_mode="thread_local"):
                 captured.losses = self._run(captured.inputs, active)
         return captured
 
