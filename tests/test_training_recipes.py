@@ -256,22 +256,18 @@ def test_weights_of_another_schedule_are_refused(debug_run: Path) -> None:
 def test_single_stages_run_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple] = []
     monkeypatch.setattr(recipes, "run_recipe", lambda *given: called.append(given))
-    arguments = (
-        "autoencoder joint --pack P --out RUN --seconds 30 40 --batch 3 --start S --device cpu --compile"
-    )
-    recipes.main(arguments.split())
+    arguments = "autoencoder joint --pack P --out RUN --seconds 30 40 --batch 3 --start S --compile"
+    recipes.main([*arguments.split(), "--device", "cpu"])
     ((recipe, options, _),) = called
-    assert [(stage.name, stage.run.seconds) for stage in recipe.stages] == [
-        ("autoencoder", 30),
-        ("joint", 40),
-    ]
+    lengths = {stage.name: stage.run.seconds for stage in recipe.stages}
+    assert lengths == {"autoencoder": 30, "joint": 40}
     assert {stage.settings["batch"] for stage in recipe.stages} == {3}
     assert {stage.run.precision for stage in recipe.stages} == {"fp32"}  # bf16 on a card
     assert (options.data, options.out, options.start) == (Path("P"), Path("RUN"), Path("S"))
     assert options.compiled
     assert not options.resume
     with pytest.raises(SystemExit):
-        recipes.main("joint polish --pack P --out RUN --seconds 30".split())
+        recipes.main(["joint", "polish", "--pack", "P", "--out", "RUN", "--seconds", "30"])
 
 
 @pytest.mark.shared
