@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from recavsr.training.optimizer import Averages, learning_rate
 from recavsr.training.step import TrainingStep
 from recavsr.video.clips import read_clip
 from tiny import one_thread
-from toy_training import BATCHES, FAST, Source, ToyGan
+from toy_training import BATCHES, FAST, Source, TinyRollout, ToyGan
 
 WORLD = World(torch.device("cpu"))
 TOY = Path(__file__).with_name("toy_training.py")
@@ -315,25 +316,28 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
-def start_toy(kind: str, out: Path, steps: int, **more: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, str(TOY), kind, str(out), str(steps)], env=environment(**more))
+def start_toy(kinds: str, out: Path, steps: int, **more: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, str(TOY), kinds, str(out), str(steps)], env=environment(**more))
+
+
+def weights_of(folder: Path) -> dict[str, list]:
+    return json.loads((folder / "weights.json").read_text())
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     steps = 120
-    whole = start_toy("toy", tmp_path / "whole", steps)
-    killed = start_toy("toy", tmp_path / "killed", steps)
-    log, wanted = tmp_path / "killed" / "log.csv", random.randrange(5, 60)
+    whole = start_toy("noisy", tmp_path / "whole", steps)
+    killed = start_toy("noisy", tmp_path / "killed", steps)
+    log, wanted = tmp_path / "killed" / "noisy" / "log.csv", random.randrange(5, 60)
     while killed.poll() is None and (not log.is_file() or log.read_text().count("\n") < wanted):
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL, "it was too fast to be killed"
-    assert not (tmp_path / "killed" / "weights.json").exists()
-    assert start_toy("toy", tmp_path / "killed", steps).wait() == 0
+    assert not (log.parent / "weights.json").exists()
+    assert start_toy("noisy", tmp_path / "killed", steps).wait() == 0
     assert whole.wait() == 0
-    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
-    read = [json.loads((tmp_path / name / "weights.json").read_text()) for name in ("killed", "whole")]
-    assert read[0] == read[1]
+    assert losses_of(log.parent) == losses_of(tmp_path / "whole" / "noisy")
+    assert weights_of(log.parent) == weights_of(tmp_path / "whole" / "noisy")
 
 
 def checkpoints(folder: Path, **facts: str) -> tuple[Checkpoints, TrainingStep]:
@@ -384,33 +388,98 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_two(kind: str, out: Path, steps: int) -> list[subprocess.Popen[bytes]]:
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [start_toy(kind, out, steps, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+KINDS = ("plain", "rollout_replicated", "rollout_sharded")
 
 
-@pytest.mark.parametrize("kind", ["plain", "rollout_replicated", "rollout_sharded"])
-def test_two_processes_are_one_with_the_whole_batch(tmp_path: Path, kind: str) -> None:
-    processes = [*start_two(kind, tmp_path / "two", 4), start_toy(kind, tmp_path / "one", 4)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
-    two, alone = rows_of(tmp_path / "two"), rows_of(tmp_path / "one")
-    assert len(two) == len(alone) == 4
-    for a, b in zip(two, alone):
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind trained by two processes (`two`) and by one (`one`)."""
+    folder = tmp_path_factory.mktemp("shared")
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    kinds = ",".join(KINDS)
+    processes = [start_toy(kinds, folder / "two", 4, RANK=r, LOCAL_RANK=r, **together) for r in "01"]
+    processes.append(start_toy(kinds, folder / "one", 4))
+    assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_are_one_with_the_whole_batch(shared_runs: Path, kind: str) -> None:
+    two, one = shared_runs / "two" / kind, shared_runs / "one" / kind
+    assert len(rows_of(two)) == len(rows_of(one)) == 4
+    for a, b in zip(rows_of(two), rows_of(one)):
         for name in set(a) - {"seconds"}:
             assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-3), name
-    read = [json.loads((tmp_path / name / "weights.json").read_text()) for name in ("two", "one")]
-    assert set(read[0]) == set(read[1])
-    for name, value in read[0].items():
-        torch.testing.assert_close(Tensor(value), Tensor(read[1][name]), rtol=1e-3, atol=2e-4, msg=name)
+    trained, wanted = weights_of(two), weights_of(one)
+    assert set(trained) == set(wanted)
+    for name, value in trained.items():
+        torch.testing.assert_close(Tensor(value), Tensor(wanted[name]), rtol=1e-3, atol=2e-4, msg=name)
 
 
-def test_a_sharded_run_resumes_on_one_process(tmp_path: Path) -> None:
-    processes = start_two("rollout_sharded", tmp_path / "run", 3)
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    assert start_toy("rollout_sharded", tmp_path / "run", 5).wait(timeout=120) == 0
-    assert list(losses_of(tmp_path / "run")) == [1, 2, 3, 4, 5]
-    first, last = (float(rows_of(tmp_path / "run")[i]["loss"]) for i in (2, 4))
-    assert last < first
+def test_a_sharded_run_resumes_on_one_process(shared_runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(shared_runs / "two" / "rollout_sharded", tmp_path / "rollout_sharded")
+    objective = TinyRollout(WORLD, sharded=False)
+    said: list[str] = []
+    run = RunSettings(steps=6, log_every=1)
+    train(objective, Source(), run, tmp_path / "rollout_sharded", WORLD, resume=True, say=said.append)
+    assert "goes on from step 4" in said[0]
+    rows = rows_of(tmp_path / "rollout_sharded")
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert float(rows[5]["loss"]) < float(rows[3]["loss"])
+
+
+# ---------------------------------------------------------------- on a card
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_step", [0, 5])
+def test_graphs_train_like_plain_steps(tmp_path: Path, first_step: int) -> None:
+    world = World(torch.device("cuda"))
+    trained = []
+    for graphs in (False, True):
+        objective = ToyGan(noise=0.0, first_step=first_step, device="cuda")
+        run = RunSettings(steps=12, log_every=1, graphs=graphs, save_every=5, sample_every=6)
+        said: list[str] = []
+        folder = tmp_path / str(graphs)
+        train(objective, Source(world=world), run, folder, world, sample=objective.sample, say=said.append)
+        assert "ms" in said[1]
+        assert "GB at its peak" in said[1]
+        trained.append((rows_of(folder), [p.detach().cpu() for p in objective.model.parameters()]))
+    (plain_rows, plain), (graph_rows, graphed) = trained
+    for a, b in zip(plain_rows, graph_rows):
+        for name in set(a) - {"seconds"}:
+            assert (a[name] == "") == (b[name] == "")
+            assert not a[name] or float(a[name]) == pytest.approx(float(b[name]), rel=1e-2), name
+    for a, b in zip(plain, graphed):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_run_with_graphs_and_noise_resumes(tmp_path: Path) -> None:
+    world = World(torch.device("cuda"))
+
+    def go(folder: Path, objective: ToyGan) -> None:
+        torch.manual_seed(0)
+        run = RunSettings(steps=11, log_every=1, save_every=4)
+        train(objective, Source(world=world), run, folder, world, resume=True, say=lambda text: None)
+
+    go(tmp_path / "whole", ToyGan(device="cuda"))
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "parts", InterruptedOnCard(device="cuda"))
+    go(tmp_path / "parts", ToyGan(device="cuda"))
+    for a, b in zip(rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")):
+        for name in set(a) - {"seconds"}:
+            assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-2), name
+
+
+class InterruptedOnCard(ToyGan):
+    def advance(self, progress: float) -> None:
+        if progress > 6 / 11:
+            raise KeyboardInterrupt
+        super().advance(progress)
+
+
+# ---------------------------------------------------------------- names
 
 
 class OnePlayer:

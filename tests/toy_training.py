@@ -33,7 +33,7 @@ class Source:
         hq = torch.rand(count, 3, frames, 4, 6, generator=draw) * 2 - 1
         self.number += 1
         share = self.world.share(count, "clips")
-        own = hq[self.world.rank * share : (self.world.rank + 1) * share]
+        own = hq[self.world.rank * share : (self.world.rank + 1) * share].to(self.world.device)
         return Batch(own, 0.8 * own + 0.1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,11 +51,13 @@ class ToyGan:
 
     name = "toy"
 
-    def __init__(self, noise: float = 0.1, first_step: int = 0, **changes: object) -> None:
+    def __init__(
+        self, noise: float = 0.1, first_step: int = 0, device: str = "cpu", **changes: object
+    ) -> None:
         torch.manual_seed(3)
         self.generator = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 3))
         self.discriminator = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 1))
-        self.model: nn.Module = nn.ModuleDict({"g": self.generator, "d": self.discriminator})
+        self.model: nn.Module = nn.ModuleDict({"g": self.generator, "d": self.discriminator}).to(device)
         self.batches = BATCHES
         self.noise = noise
         self.progress: list[float] = []
@@ -122,19 +124,20 @@ class TinyRollout:
         yield "generator", {"loss": (latents - 0.5 * noise).square().mean()}
 
 
-def main(kind: str, out: Path, steps: int) -> None:
-    """Train in this process, or as one of torchrun's; print every loss and write the weights."""
+def main(kinds: str, out: Path, steps: int) -> None:
+    """Train in this process, or as one of torchrun's; each kind writes its log and weights in a folder."""
     torch.set_num_threads(1)
     with join(torch.device("cpu")) as world:
-        objective: Any = ToyGan() if kind == "toy" else ToyGan(noise=0.0)
-        if kind.startswith("rollout"):
-            objective = TinyRollout(world, sharded=kind == "rollout_sharded" and world.size > 1)
-        torch.manual_seed(world.rank)
-        run = RunSettings(steps=steps, log_every=1, save_every=3)
-        train(objective, Source(world=world), run, out, world, resume=True, say=lambda text: None)
-        weights = {name: value.double().tolist() for name, value in whole_state(objective.model).items()}
-        if world.leads:
-            (out / "weights.json").write_text(json.dumps(weights))
+        for kind in kinds.split(","):
+            objective: Any = ToyGan(noise=0.1 if kind == "noisy" else 0.0)
+            if kind.startswith("rollout"):
+                objective = TinyRollout(world, sharded=kind == "rollout_sharded" and world.size > 1)
+            torch.manual_seed(world.rank)
+            run, folder = RunSettings(steps=steps, log_every=1, save_every=3), out / kind
+            train(objective, Source(world=world), run, folder, world, resume=True, say=lambda text: None)
+            weights = {name: value.double().tolist() for name, value in whole_state(objective.model).items()}
+            if world.leads:
+                (folder / "weights.json").write_text(json.dumps(weights))
 
 
 if __name__ == "__main__":
