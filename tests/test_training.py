@@ -89,7 +89,7 @@ def model() -> nano.NanoTraining:
     return made
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "joint"])
+@pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "teacher", "joint"])
 def test_every_loss_trains_all_its_parameters(
     model: nano.NanoTraining, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,8 +104,9 @@ def test_every_loss_trains_all_its_parameters(
 
     loss, trained = {
         "autoencoder": (nano.autoencoder_loss(model, stage), [model.encoder, model.decoder]),
-        "control": (nano.control_loss(model, stage), [model.decoder]),
+        "control": (nano.control_loss(model, stage, distance), [model.decoder]),
         "generator": (nano.generator_loss(model, stage), [model.generator]),
+        "teacher": (nano.teacher_loss(model, stage), [model.generator]),
         "joint": (nano.joint_loss(model, stage, distance), [model.generator, model.decoder]),
     }[name]
     model.zero_grad()

@@ -67,7 +67,7 @@ def command(
                 start=start,
                 workers=workers,
                 lpips=lpips,
-                compiled=compiled,
+                compiled=frozenset(stage.name for stage in chosen.stages if compiled),
             ),
             console.say,
         )

@@ -42,7 +42,7 @@ class RunSettings:
 
     steps: int | None = None
     seconds: float | None = None
-    precision: Precision = "fp32"
+    precision: Precision = "fp32"  # bf16: autocast, on a card only
     micro_batches: int = 1
     graphs: bool = True  # one CUDA graph a step, on a card and unless FSDP shards the model
     log_every: int = 50
@@ -83,7 +83,11 @@ def train(
     on_card = world.device.type == "cuda"
     graphs = run.graphs and on_card and not is_sharded(objective.model)
     step_function = TrainingStep(
-        objective, world, precision=run.precision, micro_batches=run.micro_batches, graphs=graphs
+        objective,
+        world,
+        precision=run.precision if on_card else "fp32",
+        micro_batches=run.micro_batches,
+        graphs=graphs,
     )
     for count in sorted({objective.batches.clips, objective.batches.images} - {0}):
         if world.share(count, "clips of a batch") % run.micro_batches:

@@ -16,9 +16,17 @@ def charbonnier(x: Tensor, target: Tensor, eps: float = 1e-3) -> Tensor:
     return (x.float() - target.float()).square().add(eps**2).sqrt().mean()
 
 
-def temporal_difference(frames: Tensor, target: Tensor) -> Tensor:
-    """Return the smooth L1 of frame-to-frame differences: flicker and lag where the target is still."""
-    return charbonnier(frames.diff(dim=2), target.diff(dim=2))
+def temporal_difference(frames: Tensor, target: Tensor, still_weight: float = 0.0) -> Tensor:
+    """Return the smooth L1 of frame-to-frame differences: flicker and lag.
+
+    Pixels whose target changes by less than 1/255 count `still_weight` times more: flicker is seen
+    most where nothing moves, and is smallest there.
+    """
+    change = target.float().diff(dim=2)
+    error = (frames.float().diff(dim=2) - change).square().add(1e-6).sqrt()
+    if still_weight:
+        error = error * (1 + still_weight * (change.abs().amax(1, keepdim=True) < 2 / 255))
+    return error.mean()
 
 
 def perceptual(frames: Tensor, target: Tensor, distance: PerceptualDistance, picks: Tensor) -> Tensor:

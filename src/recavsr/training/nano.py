@@ -1,4 +1,4 @@
-"""nano's networks and the stages of its short form: autoencoder, generator, joint, polish, control.
+"""nano's networks and the stages of its short form: autoencoder, generator, teacher, joint, polish.
 
 Shapes: B batch, T latents, F = 4 T - 3 frames, S crop side.
 """
@@ -21,7 +21,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.models.autoencoder import Encoder
 from recavsr.models.decoder import FlashDecoder
-from recavsr.models.generator import Generator
+from recavsr.models.generator import Generator, schedule_visibility, teacher_forced_recycled
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
 from recavsr.models.weights import ModelFolder, load_strictly, read_tensors, save_model_folder
 from recavsr.training.losses import (
@@ -140,6 +140,7 @@ class Stage:
     optimizer: OptimizerSettings
     latent_weight: float = 0.1
     difference_weight: float = 0.5
+    still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
     perceptual_weight: float = 0.0
     hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
@@ -164,19 +165,32 @@ def generator_stage() -> Stage:
     return Stage(latents=10, batch=16, optimizer=_rate(5e-4))
 
 
+def teacher_stage() -> Stage:
+    """Generator alone, all blocks at once, given the true latents of the block before (Appendix C.2).
+
+    With truth to look back on, looking back pays at once; self-rollout then has a reason to go on.
+    """
+    return Stage(latents=14, batch=16, optimizer=_rate(5e-4))
+
+
 def joint_stage() -> Stage:
-    """Generator and decoder together by RGB losses through self-rollout."""
-    return Stage(latents=10, batch=16, optimizer=_rate(3e-4))
+    """Generator and decoder together by RGB losses through self-rollout over 6 + 4 x 2 latents."""
+    return Stage(latents=14, batch=11, optimizer=_rate(3e-4), still_weight=4.0)
 
 
 def polish_stage() -> Stage:
     """The joint stage with a perceptual loss at a low rate."""
-    return Stage(latents=10, batch=16, optimizer=_rate(1.5e-4), perceptual_weight=0.04)
+    return replace(joint_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.06)
 
 
 def control_stage() -> Stage:
     """The control: the decoder alone on LR frames, its latents zero; same data and protocol."""
-    return Stage(latents=3, batch=32, optimizer=_rate(6e-4))
+    return Stage(latents=3, batch=32, optimizer=_rate(6e-4), still_weight=4.0)
+
+
+def control_polish_stage() -> Stage:
+    """The control with the polish stage's perceptual loss."""
+    return replace(control_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.06)
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
@@ -204,22 +218,30 @@ def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     return loss
 
 
-def control_loss(model: NanoTraining, stage: Stage) -> LossFunction:
+def control_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
     """Return the loss of the decoder alone."""
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         shape = (hq.shape[0], nano().latent_channels, stage.latents, hq.shape[3] // 16, hq.shape[4] // 16)
         latents = torch.zeros(shape, device=hq.device)
         _, frames = model.decoder.step(model.decoder.start(), latents, lr)
-        pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq)
-        return {
-            "loss": pixel + stage.difference_weight * difference,
-            "pixel": pixel,
-            "difference": difference,
-            "gain_db": psnr(frames, hq) - psnr(lr, hq),
-        }
+        return _picture_losses(frames, hq, lr, stage, distance)
 
     return loss
+
+
+def _picture_losses(
+    frames: Tensor, hq: Tensor, lr: Tensor, stage: Stage, distance: PerceptualDistance | None
+) -> dict[str, Tensor]:
+    """Return pixels, frame differences and (if wanted) a perceptual distance of three frames a clip."""
+    pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq, stage.still_weight)
+    total = pixel + stage.difference_weight * difference
+    terms = {"pixel": pixel, "difference": difference}
+    if distance is not None:
+        picks = torch.randint(0, stage.frames, (3,), device=hq.device)
+        terms["perceptual"] = perceptual(frames, hq, distance, picks)
+        total = total + stage.perceptual_weight * terms["perceptual"]
+    return {"loss": total, **terms, "gain_db": psnr(frames, hq) - psnr(lr, hq)}
 
 
 def generator_loss(model: NanoTraining, stage: Stage) -> LossFunction:
@@ -236,6 +258,31 @@ def generator_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     return loss
 
 
+def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
+    """Return the squared error of one-step latents, every block recycling the true block before it."""
+    visibility = schedule_visibility(model.generator.config.schedule, PLAN, stage.latents)
+    time_bias = tuple(bias.to(model.prompt.device) for bias in visibility)
+
+    def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            target = model.encode(hq)
+        condition = model.generator.condition(model.prompt)
+        # Noise of a random strength a clip: what is recycled in inference is never quite true.
+        strength = stage.latent_noise * torch.rand(hq.shape[0], 1, 1, 1, 1, device=hq.device)
+        recycled = teacher_forced_recycled(target + strength * torch.randn_like(target), PLAN)
+        noise = torch.randn_like(target)
+        latents = noise - model.generator(condition, noise, lr, recycled, PLAN, time_bias).float()
+        first = PLAN.latents(0)
+        return {
+            "loss": F.mse_loss(latents, target),
+            "first_block": F.mse_loss(latents[:, :, :first], target[:, :, :first]),
+            "later_blocks": F.mse_loss(latents[:, :, first:], target[:, :, first:]),
+            "target_power": target.square().mean(),
+        }
+
+    return loss
+
+
 def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
     """Return pixels, frame differences, latents and (if wanted) a perceptual distance of a rollout."""
 
@@ -245,15 +292,8 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
         condition = model.generator.condition(model.prompt)
         blocks = roll_out(model.generator, condition, torch.randn_like(target), lr, PLAN)
         latent = F.mse_loss(torch.cat(blocks, dim=2), target)
-        frames = decode_blocks(model.decoder, blocks, lr, PLAN)
-        pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq)
-        total = pixel + stage.difference_weight * difference + stage.latent_weight * latent
-        terms = {"pixel": pixel, "difference": difference, "latent": latent}
-        if distance is not None:
-            picks = torch.randint(0, stage.frames, (3,), device=hq.device)
-            terms["perceptual"] = perceptual(frames, hq, distance, picks)
-            total = total + stage.perceptual_weight * terms["perceptual"]
-        return {"loss": total, **terms, "gain_db": psnr(frames, hq) - psnr(lr, hq)}
+        losses = _picture_losses(decode_blocks(model.decoder, blocks, lr, PLAN), hq, lr, stage, distance)
+        return {**losses, "loss": losses["loss"] + stage.latent_weight * latent, "latent": latent}
 
     return loss
 
@@ -291,14 +331,18 @@ class NanoObjective:
     def __init__(
         self, name: str, model: NanoTraining, stage: Stage, distance: PerceptualDistance | None = None
     ) -> None:
-        losses: dict[str, tuple[list[nn.Module], LossFunction]] = {
-            "autoencoder": ([model.encoder, model.decoder], autoencoder_loss(model, stage)),
-            "control": ([model.decoder], control_loss(model, stage)),
-            "generator": ([model.generator], generator_loss(model, stage)),
-            "joint": ([model.generator, model.decoder], joint_loss(model, stage, distance)),
-            "polish": ([model.generator, model.decoder], joint_loss(model, stage, distance)),
+        both: list[nn.Module] = [model.generator, model.decoder]
+        stages: dict[str, tuple[list[nn.Module], Callable[[], LossFunction]]] = {
+            "autoencoder": ([model.encoder, model.decoder], lambda: autoencoder_loss(model, stage)),
+            "control": ([model.decoder], lambda: control_loss(model, stage, distance)),
+            "control_polish": ([model.decoder], lambda: control_loss(model, stage, distance)),
+            "generator": ([model.generator], lambda: generator_loss(model, stage)),
+            "teacher": ([model.generator], lambda: teacher_loss(model, stage)),
+            "joint": (both, lambda: joint_loss(model, stage, distance)),
+            "polish": (both, lambda: joint_loss(model, stage, distance)),
         }
-        trained, self._loss = losses[name]
+        trained, loss_function = stages[name]
+        self._loss = loss_function()
         self.name, self.stage, self._nano = name, stage, model
         self.model: nn.Module = model
         self.batches = BatchSettings(clips=stage.batch, frames=stage.frames)
@@ -328,7 +372,7 @@ class NanoObjective:
         model, decoder = self._nano, self._nano.decoder
         if self.name == "autoencoder":
             return decoder.step(decoder.start(), model.encode(hq), lr)[1]
-        if self.name == "control":
+        if self.name.startswith("control"):
             return decoder.step(decoder.start(), torch.zeros_like(model.encode(hq)), lr)[1]
         noise = torch.randn_like(model.encode(hq))
         blocks = roll_out(model.generator, model.generator.condition(model.prompt), noise, lr, PLAN)
@@ -338,7 +382,9 @@ class NanoObjective:
 STAGES: dict[str, Callable[[], Stage]] = {
     "autoencoder": autoencoder_stage,
     "generator": generator_stage,
+    "teacher": teacher_stage,
     "joint": joint_stage,
     "polish": polish_stage,
     "control": control_stage,
+    "control_polish": control_polish_stage,
 }

@@ -36,9 +36,21 @@ from recavsr.training.nano import (
 from recavsr.training.objective import Objective, OptimizerSettings
 from recavsr.training.runner import Recipe, RecipeStage, RunOptions, Setup, run_recipe
 
-SECONDS = {"autoencoder": 300.0, "generator": 180.0, "joint": 420.0, "polish": 240.0, "control": 540.0}
+SECONDS = {
+    "autoencoder": 300.0,
+    "generator": 180.0,
+    "teacher": 150.0,
+    "joint": 420.0,
+    "polish": 240.0,
+    "control": 540.0,
+    "control_polish": 240.0,
+}
 """Time of each stage of nano's short form on one large card."""
-SHORT_FORM = ("autoencoder", "generator", "joint", "polish")
+SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
+
+
+NANO_PAIRS = PairSettings(frames=53)
+"""Clips of 14 latents: 6 + 4 x 2."""
 
 
 # ---------------------------------------------------------------- nano's short form
@@ -74,31 +86,37 @@ def _finish_nano(objective: Objective, source: BatchSource, result: Path, world:
     if objective.name == "autoencoder":
         measure_statistics(model, iter(lambda: source.batch(objective.batches), None), 8)
     model.save(result)
-    if objective.name in ("joint", "polish"):
+    if objective.name not in ("autoencoder", "generator", "teacher"):
         model.export(result.with_name(f"{objective.name}_model"))
 
 
 def nano_short() -> Recipe:
-    """nano's short form: autoencoder, generator, joint, polish. 19 minutes on one large card."""
-    return Recipe(_about(nano_short), tuple(nano_stage(name) for name in SHORT_FORM))
+    """nano's short form, from encoder to polish. 22 minutes on one large card."""
+    return Recipe(_about(nano_short), tuple(nano_stage(name) for name in SHORT_FORM), NANO_PAIRS)
 
 
 def nano_control() -> Recipe:
-    """The control of nano: the decoder alone on the same data. 9 minutes on one large card."""
-    return Recipe(_about(nano_control), (nano_stage("control"),))
+    """The control of nano: the decoder alone on the same data. 13 minutes on one large card."""
+    stages = (nano_stage("control"), nano_stage("control_polish"))
+    return Recipe(_about(nano_control), stages, NANO_PAIRS)
 
 
 def nano_debug() -> Recipe:
     """All stages of nano on a CPU in minutes, from a small part of the data. Shows that training works."""
     small = PairSettings(size=64, degradations=1)
-    lengths = {"autoencoder": (40, 4, 2e-3), "generator": (24, 2, 1e-3), "joint": (16, 2, 5e-4)}
-    lengths |= {"polish": (8, 2, 2e-4)}
+    lengths = {  # steps, latents, batch, learning rate
+        "autoencoder": (40, 3, 4, 2e-3),
+        "generator": (20, 8, 2, 1e-3),
+        "teacher": (16, 8, 2, 1e-3),
+        "joint": (16, 8, 2, 5e-4),
+        "polish": (8, 8, 2, 2e-4),
+    }
     stages = []
-    for name in SHORT_FORM:
-        steps, batch, rate = lengths[name]
+    for name, (steps, latents, batch, rate) in lengths.items():
         optimizer = OptimizerSettings(rate, warm_up_steps=5, cool_down=0.4, average_decay=0.8)
+        stage = replace(STAGES[name](), latents=latents, batch=batch, optimizer=optimizer)
         # LPIPS needs weights that are not in the package: the polish is done without.
-        stage = replace(STAGES[name](), batch=batch, optimizer=optimizer, perceptual_weight=0.0)
+        stage = replace(stage, perceptual_weight=0.0)
         run = RunSettings(steps=steps, log_every=1, save_every=10, sample_every=steps)
         stages.append(nano_stage(name, run, stage))
     return Recipe(_about(nano_debug), tuple(stages), small, data="exact", sample_of_data=(2, 8), checks=2)
@@ -131,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--fill", type=int, default=512, help="records to wait for before training")
     parser.add_argument("--lpips", type=Path, help="LPIPS weights (file or folder)")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", nargs="*", choices=list(STAGES), default=[], help="stages to compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -142,12 +160,11 @@ def main(arguments: list[str] | None = None) -> None:
     for index, name in enumerate(options.stages):
         made = nano_stage(name)
         seconds = options.seconds[index] if options.seconds else made.run.seconds
-        precision = made.run.precision if device.type == "cuda" else "fp32"
-        run = replace(made.run, seconds=seconds, steps=options.steps, precision=precision)
+        run = replace(made.run, seconds=seconds, steps=options.steps)
         stage = STAGES[name]()
         stages.append(nano_stage(name, run, replace(stage, batch=options.batch or stage.batch)))
     run_recipe(
-        Recipe("nano's stages", tuple(stages)),
+        Recipe("nano's stages", tuple(stages), NANO_PAIRS),
         RunOptions(
             options.out,
             options.pack,
@@ -158,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
             workers=options.workers,
             fill=options.fill,
             lpips=options.lpips,
-            compiled=options.compile,
+            compiled=frozenset(options.compile),
         ),
         lambda text: print(text, flush=True),
     )

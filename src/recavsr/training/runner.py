@@ -81,7 +81,7 @@ class RunOptions:
     workers: int = 14
     fill: int = 512  # records that a pool holds before training begins
     lpips: Path | None = None
-    compiled: bool = False
+    compiled: frozenset[str] = frozenset()  # stages whose layers are compiled first
 
 
 def with_budget(recipe: Recipe, *, seconds: float | None = None, steps: int | None = None) -> Recipe:
@@ -152,7 +152,7 @@ def _run_stage(
         shutil.rmtree(folder, ignore_errors=True)
     world.barrier()
     _set_seeds(options.seed, 0)  # the same weights on every rank
-    objective = stage.build(Setup(world, start, options.lpips, options.compiled))
+    objective = stage.build(Setup(world, start, options.lpips, stage.name in options.compiled))
     _set_seeds(options.seed, world.rank)  # other noise on every rank
     if world.leads:
         folder.mkdir(parents=True, exist_ok=True)
