@@ -192,6 +192,22 @@ def test_bfloat16_is_used_where_it_is_asked_for() -> None:
     assert {p.dtype for p in objective.model.parameters()} == {torch.float32}
 
 
+def test_a_micro_batch_goes_backward_before_the_next_goes_forward() -> None:
+    events: list[str] = []
+
+    class Recording(OnePlayer):
+        def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
+            assert len(batch.hq) == 1
+            for name, losses in super().updates(batch):
+                events.append("forward")
+                losses["loss"].register_hook(lambda gradient: events.append("backward"))
+                yield name, losses
+
+    objective = Recording()
+    TrainingStep(objective, WORLD, micro_batches=2)(Source().batch(objective.batches), 0, 0.0)
+    assert events == ["forward", "backward"] * 2
+
+
 def test_a_player_must_train_what_the_checkpoint_holds() -> None:
     objective = ToyGan()
     objective.model = objective.generator

@@ -55,8 +55,10 @@ class TrainingStep:
 
     A batch is split into `micro_batches`, whose gradients are averaged before a player steps; each
     update is done for all of them before the next one begins, so that a later player meets the
-    updated earlier one. With `graphs` each kind of batch and set of active players is captured once
-    (shapes are static); capturing changes no weight and no state of optimiser or random numbers.
+    updated earlier one. What an objective holds between two updates is held for every micro-batch;
+    an objective with one update holds no more than one micro-batch's graph. With `graphs` each kind
+    of batch and set of active players is captured once (shapes are static); capturing changes no
+    weight and no state of optimiser or random numbers.
     """
 
     def __init__(
@@ -141,37 +143,30 @@ class TrainingStep:
 
     def _run(self, batch: Batch, active: frozenset[str], *, learn: bool = True) -> dict[str, Tensor]:
         logged: dict[str, Tensor] = {}
-        single = len(self.players) == 1
         pieces = [self.objective.updates(piece) for piece in self._split(batch)]
-        while rounds := [found for piece in pieces if (found := self._next(piece)) is not None]:
-            player = self.players[rounds[0][0]]
-            if {name for name, _ in rounds} != {player.name} or len(rounds) != len(pieces):
+        while any(found := [self._accumulate(piece, active) for piece in pieces]):
+            updates = [update for update in found if update is not None]
+            name, first = updates[0]
+            if {other for other, _ in updates} != {name} or len(updates) != len(pieces):
                 raise ValueError("the micro-batches of a step must make the same updates in the same order")
-            prefix = "" if single else f"{player.name}_"
-            mean = {
-                name: torch.stack([losses[name].detach().float() for _, losses in rounds]).mean()
-                for name in rounds[0][1]
-            }
+            player, prefix = self.players[name], "" if len(self.players) == 1 else f"{name}_"
+            mean = {key: torch.stack([losses[key] for _, losses in updates]).mean() for key in first}
             self._note(mean["loss"])
-            logged |= {prefix + name: value for name, value in mean.items()}
-            if player.name in active:
-                for _, losses in rounds:
-                    (losses["loss"] / len(rounds)).backward()
+            logged |= {prefix + key: value for key, value in mean.items()}
+            if name in active:
                 self.world.average_gradients(player.parameters)
                 if learn:
                     logged[f"{prefix}grad_norm"] = player.step()
-            del rounds
             # A loss may reach other players too: gradients count only in their own player's update.
             for other in self.players.values():
                 for parameter in other.parameters:
                     parameter.grad = None
         return logged
 
-    def _split(self, batch: Batch) -> list[Batch]:
-        hq, lr = (x.chunk(self.micro_batches) for x in batch)
-        return [Batch(*pair) for pair in zip(hq, lr)]
-
-    def _next(self, updates: Iterator[tuple[str, Losses]]) -> tuple[str, Losses] | None:
+    def _accumulate(
+        self, updates: Iterator[tuple[str, Losses]], active: frozenset[str]
+    ) -> tuple[str, dict[str, Tensor]] | None:
+        """Take a micro-batch's next update and add its gradients, so that its graph can go at once."""
         # The cache of cast weights would outlive a captured graph.
         with torch.autocast(
             self.world.device.type,
@@ -179,7 +174,17 @@ class TrainingStep:
             enabled=self.precision == "bf16",
             cache_enabled=False,
         ):
-            return next(updates, None)
+            update = next(updates, None)
+        if update is None:
+            return None
+        name, losses = update
+        if name in active:
+            (losses["loss"] / self.micro_batches).backward()
+        return name, {key: value.detach().float() for key, value in losses.items()}
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        hq, lr = (x.chunk(self.micro_batches) for x in batch)
+        return [Batch(*pair) for pair in zip(hq, lr)]
 
     def _note(self, loss: Tensor) -> None:
         """Remember the first step whose loss is not finite, without waiting for the card."""
