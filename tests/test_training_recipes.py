@@ -23,7 +23,7 @@ from recavsr.training.batches import PairSource, PoolSource, Prefetch, size_of_b
 from recavsr.training.distributed import World
 from recavsr.training.nano import NanoTraining
 from recavsr.training.objective import BatchSettings
-from recavsr.training.runner import with_budget
+from recavsr.training.runner import RunOptions, run_recipe, with_budget
 from recavsr.video.clips import read_clip, write_clip
 from tiny import one_thread
 
@@ -272,8 +272,6 @@ def test_single_stages_run_by_the_module(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.shared
 def test_losses_fall_on_real_data(shared: Path, tmp_path: Path) -> None:
     recipe = recipes.nano_debug()
-    from recavsr.training.runner import RunOptions, run_recipe
-
     run_recipe(
         replace(recipe, stages=recipe.stages[:2]),
         RunOptions(tmp_path, shared / "data", torch.device("cpu"), workers=1),
