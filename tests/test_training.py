@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recavsr.geometry import BlockPlan
-from recavsr.training import recipes
-from recavsr.training.loop import Averages, RunSettings, learning_rate, train
+from recavsr.training import nano
 from recavsr.training.losses import (
     charbonnier,
     latent_statistics_penalty,
@@ -83,9 +81,9 @@ def test_decoding_blocks_gives_gradients_to_every_block() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> recipes.NanoTraining:
+def model() -> nano.NanoTraining:
     torch.manual_seed(0)
-    made = recipes.NanoTraining()
+    made = nano.NanoTraining()
     with torch.no_grad():  # the head starts at zero, which would stop the gradient to all before it
         made.decoder.head.outer.weight.normal_(std=0.01)
     return made
@@ -93,10 +91,10 @@ def model() -> recipes.NanoTraining:
 
 @pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "teacher", "joint"])
 def test_every_loss_trains_all_its_parameters(
-    model: recipes.NanoTraining, name: str, monkeypatch: pytest.MonkeyPatch
+    model: nano.NanoTraining, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "PLAN", BlockPlan(1, 1))
-    stage = replace(recipes.STAGES[name](), latents=2, perceptual_weight=0.1)
+    monkeypatch.setattr(nano, "PLAN", BlockPlan(1, 1))
+    stage = replace(nano.STAGES[name](), latents=2, perceptual_weight=0.1)
     torch.manual_seed(1)
     hq = torch.rand(2, 3, stage.frames, 64, 64) * 2 - 1
     lr = (hq + 0.1 * torch.randn_like(hq)).clamp(-1, 1)
@@ -105,11 +103,11 @@ def test_every_loss_trains_all_its_parameters(
         return (a - b).square().mean((1, 2, 3))
 
     loss, trained = {
-        "autoencoder": (recipes.autoencoder_loss(model, stage), [model.encoder, model.decoder]),
-        "control": (recipes.control_loss(model, stage, distance), [model.decoder]),
-        "generator": (recipes.generator_loss(model, stage), [model.generator]),
-        "teacher": (recipes.teacher_loss(model, stage), [model.generator]),
-        "joint": (recipes.joint_loss(model, stage, distance), [model.generator, model.decoder]),
+        "autoencoder": (nano.autoencoder_loss(model, stage), [model.encoder, model.decoder]),
+        "control": (nano.control_loss(model, stage, distance), [model.decoder]),
+        "generator": (nano.generator_loss(model, stage), [model.generator]),
+        "teacher": (nano.teacher_loss(model, stage), [model.generator]),
+        "joint": (nano.joint_loss(model, stage, distance), [model.generator, model.decoder]),
     }[name]
     model.zero_grad()
     losses = loss(hq, lr)
@@ -124,65 +122,16 @@ def test_every_loss_trains_all_its_parameters(
             assert gradient.any() or (name == "control" and key == "latent_projection.weight"), key
 
 
-def test_latent_statistics_are_shared_and_saved(model: recipes.NanoTraining, tmp_path: Path) -> None:
+def test_latent_statistics_are_shared_and_saved(model: nano.NanoTraining, tmp_path: Path) -> None:
     mean, std = torch.linspace(-1, 1, 48), torch.linspace(0.5, 2, 48)
     model.set_statistics(mean, std)
     model.save(tmp_path / "weights.safetensors")
-    other = recipes.NanoTraining()
+    other = nano.NanoTraining()
     other.load(tmp_path / "weights.safetensors")
     assert torch.equal(other.decoder.latents_mean.flatten(), mean)
     assert torch.equal(other.decoder.latents_std.flatten(), std)
     assert not (tmp_path / "weights.part").exists()
     model.set_statistics(torch.zeros(48), torch.ones(48))
-
-
-def test_the_learning_rate_warms_up_and_cools_down() -> None:
-    settings = RunSettings(seconds=1, learning_rate=2.0, warm_up_steps=4, cool_down=0.5)
-    assert [learning_rate(settings, step, 0.0) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert learning_rate(settings, 100, 0.5) == pytest.approx(2.0)
-    assert learning_rate(settings, 100, 0.75) == pytest.approx(1.0)  # half of the half cosine
-    assert learning_rate(settings, 100, 1.0) == pytest.approx(0.0)
-    assert learning_rate(replace(settings, cool_down=0.0), 100, 0.99) == 2.0
-
-
-def test_averages() -> None:
-    parameter = nn.Parameter(torch.tensor([0.0]))
-    averages = Averages([parameter], decay=0.9)
-    for value in (1.0, 2.0):
-        parameter.data.fill_(value)
-        averages.update()
-    assert averages.values[0].item() == pytest.approx(0.9 * 0.1 + 0.1 * 2.0)
-    averages.copy_to_parameters()
-    assert parameter.item() == pytest.approx(0.29)
-
-
-def run_settings(**changes: object) -> RunSettings:
-    defaults = {"seconds": 60.0, "steps": 40, "learning_rate": 0.1, "warm_up_steps": 1, "log_every": 10}
-    return RunSettings(**(defaults | {"average_decay": 0.5} | changes))  # type: ignore[arg-type]
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    return torch.full((1,), 3.0), torch.zeros(1)
-
-
-def test_training_learns_and_logs(tmp_path: Path) -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    log = tmp_path / "run" / "log.csv"
-    steps = train(lambda hq, lr: {"loss": (weight - hq).square().sum()}, [weight], batch, run_settings(), log)
-    assert steps == 40
-    assert weight.item() > 1.5
-    with log.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
-    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) < 9
-    assert {"seconds", "rate", "grad_norm"} <= set(rows[0])
-
-
-def test_training_stops_where_the_loss_is_not_finite(tmp_path: Path) -> None:
-    weight = nn.Parameter(torch.ones(1))
-    log = tmp_path / "log.csv"
-    with pytest.raises(RuntimeError, match=r"the loss is nan at step 10: see .*log\.csv"):
-        train(lambda hq, lr: {"loss": (weight * math.nan).sum()}, [weight], batch, run_settings(), log)
 
 
 def test_losses() -> None:

@@ -434,7 +434,7 @@ class ClipSource:
         pause = None
         if rng.random() < 0.25:
             first = rng.uniform(-frames / 2, frames / 2)
-            pause = (round(first, 3), round(first + rng.uniform(8, frames), 3))
+            pause = (round(first, 3), round(first + rng.uniform(8, max(frames, 8)), 3))
         shake: list[tuple[float, float, float, float, float]] = []
         if rng.random() < 0.5:
             strength = math.exp(rng.uniform(math.log(0.1), math.log(2.5)))

@@ -1,199 +1,224 @@
-"""The training loop: one captured step repeated, with a time budget, averages, logs and checkpoints.
+"""The training loop: runs an objective's steps within a budget, with logs, checkpoints and exact resume.
 
-On a CUDA card a whole step (losses, gradients, optimiser, weight averages) is one CUDA graph; on a
-CPU the same code runs plainly. Shapes are static.
+The loop knows nothing of networks. A step is `training.step`, one CUDA graph on a card; the next
+batch is drawn while it runs.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-Losses = Mapping[str, Tensor]
-"""Named scalars of a step; `loss` is what is minimised."""
+from recavsr.errors import InputError
+from recavsr.training.batches import BatchSource, Prefetch
+from recavsr.training.checkpoints import Checkpoints, Position
+from recavsr.training.distributed import World, is_sharded
+from recavsr.training.logs import StageLog
+from recavsr.training.objective import Batch, Objective
+from recavsr.training.step import Precision, StateBytes, TrainingStep
 
-LossFunction = Callable[[Tensor, Tensor], Losses]
-"""Of (HQ frames, LR frames), both [B, 3, F, H, W] in [-1, 1]."""
+Sample = Callable[[Batch], Tensor]
+"""A batch to the model's frames [B, 3, F, H, W], for pictures."""
+
+
+class TrainingError(RuntimeError):
+    """Training can't go on: the message says at which step, and why."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How long and how fast a stage trains. A stage ends at `seconds` or `steps`, whichever is first."""
+    """How long and how a stage trains. It ends at `steps` or `seconds`, whichever is first.
 
-    seconds: float
-    steps: int = 1_000_000
-    learning_rate: float = 3e-4
-    warm_up_steps: int = 100
-    cool_down: float = 0.4  # last share of the stage over which the rate falls to zero
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 1e-4
-    clip_norm: float = 1.0
-    average_decay: float = 0.999
-    log_every: int = 50
-
-
-class Averages:
-    """Exponential moving averages of parameters, updated in place."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        self.parameters = list(parameters)
-        self.decay = decay
-        self.values = [p.detach().clone() for p in self.parameters]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the averages towards the parameters."""
-        torch._foreach_lerp_(self.values, [p.detach() for p in self.parameters], 1 - self.decay)
-
-    @torch.no_grad()
-    def copy_to_parameters(self) -> None:
-        """Put the averages into the parameters, as at the end of a stage."""
-        torch._foreach_copy_([p.detach() for p in self.parameters], self.values)
-
-
-class TrainingStep:
-    """One optimiser step on a batch, captured as a CUDA graph where there is a card."""
-
-    def __init__(
-        self,
-        loss_function: LossFunction,
-        parameters: list[nn.Parameter],
-        settings: RunSettings,
-        batch: tuple[Tensor, Tensor],
-    ) -> None:
-        self.loss_function, self.parameters, self.settings = loss_function, parameters, settings
-        self.inputs = tuple(x.clone() for x in batch)
-        device = batch[0].device
-        self.rate = torch.zeros((), device=device)
-        self.optimizer = torch.optim.AdamW(
-            parameters,
-            lr=self.rate if device.type == "cuda" else 0.0,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-            capturable=device.type == "cuda",
-        )
-        self.averages = Averages(parameters, settings.average_decay)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
-            self._capture()
-
-    def _capture(self) -> None:
-        # Warm-up runs compile, tune and allocate; their rate is zero, so nothing is learned yet.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.losses = self._step()
-
-    def _step(self) -> dict[str, Tensor]:
-        self.optimizer.zero_grad(set_to_none=True)
-        losses = self.loss_function(*self.inputs)
-        losses["loss"].backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm, foreach=True)
-        self.optimizer.step()
-        self.averages.update()
-        return {**{name: value.detach() for name, value in losses.items()}, "grad_norm": norm}
-
-    def __call__(self, batch: tuple[Tensor, Tensor], rate: float) -> dict[str, Tensor]:
-        """Train on a batch; the losses returned are overwritten by the next call."""
-        for static, fresh in zip(self.inputs, batch):
-            static.copy_(fresh, non_blocking=True)
-        self.rate.fill_(rate)
-        if self.graph is None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.losses = self._step()
-        else:
-            self.graph.replay()
-        return self.losses
-
-
-class Prefetcher:
-    """Draws the next batch while a step runs: on a card on a stream of its own.
-
-    `take` returns the batch that the last `prepare` (or the construction) drew.
+    By `seconds` the learning rate depends on the clock; only a run by `steps` alone repeats exactly.
+    `steps` counts from the stage's beginning, over all its resumed runs.
     """
 
-    def __init__(self, next_batch: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:
-        self.next_batch = next_batch
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.prepare()
+    steps: int | None = None
+    seconds: float | None = None
+    precision: Precision = "fp32"  # bf16: autocast, on a card only
+    micro_batches: int = 1
+    graphs: bool = True  # one CUDA graph a step, on a card and unless FSDP shards the model
+    log_every: int = 50
+    save_every: int = 500
+    sample_every: int = 0  # 0: no pictures
+    keep: int = 2
 
-    def prepare(self) -> None:
-        """Draw the next batch."""
-        with torch.cuda.stream(self.stream):
-            self.batch = self.next_batch()
+    def __post_init__(self) -> None:
+        if self.steps is None and self.seconds is None:
+            raise InputError("a stage needs a number of steps or of seconds")
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the batch, ready for the current stream."""
-        if self.stream is not None:
-            current = torch.cuda.current_stream(self.batch[0].device)
-            current.wait_stream(self.stream)
-            for tensor in self.batch:
-                tensor.record_stream(current)
-        return self.batch
-
-
-def learning_rate(settings: RunSettings, step: int, progress: float) -> float:
-    """Return the rate: linear warm-up, constant, then a half cosine to zero over the cool-down."""
-    warm = min(1.0, (step + 1) / settings.warm_up_steps)
-    left = min(1.0, (1 - progress) / settings.cool_down) if settings.cool_down else 1.0
-    return settings.learning_rate * warm * 0.5 * (1 - math.cos(math.pi * left))
+    def progress(self, step: int, seconds: float) -> float:
+        """Return the done share of the stage after `step` steps and `seconds`, at most 1."""
+        by_steps = step / self.steps if self.steps else 0.0
+        by_time = seconds / self.seconds if self.seconds else 0.0
+        return min(1.0, max(by_steps, by_time))
 
 
 def train(
-    loss_function: LossFunction,
-    parameters: list[nn.Parameter],
-    next_batch: Callable[[], tuple[Tensor, Tensor]],
-    settings: RunSettings,
-    log_path: Path,
-    checkpoint: Callable[[], None] | None = None,
+    objective: Objective,
+    source: BatchSource,
+    run: RunSettings,
+    folder: Path,
+    world: World,
+    *,
+    resume: bool = False,
+    sample: Sample | None = None,
+    facts: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = print,
 ) -> int:
-    """Train one stage and leave the averaged weights in the parameters. Returns the steps done.
+    """Train one stage and leave the averaged weights in its parameters. Returns the steps done.
 
-    Logs a CSV row every `log_every` steps. Raises RuntimeError where the loss stops being finite;
-    parameters and averages are then spoilt, and the last checkpoint is what there is to go on from.
+    `folder` gets `log.csv`, `checkpoints/`, `samples/` and `tensorboard/`. With `resume` the run goes
+    on from the newest checkpoint there, if any: by `steps` and with a source of exact position as if
+    it had never stopped. Raises TrainingError where a loss stops being finite, with the step and what
+    rebuilds its batch; InputError where the checkpoint is of another stage or schedule.
     """
-    batches = Prefetcher(next_batch, parameters[0].device)
-    step_function = TrainingStep(loss_function, parameters, settings, batches.take())
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    started, step, last_save = time.monotonic(), 0, time.monotonic()
-    with log_path.open("w", newline="") as file:
-        writer = None
-        while step < settings.steps:
+    on_card = world.device.type == "cuda"
+    graphs = run.graphs and on_card and not is_sharded(objective.model)
+    step_function = TrainingStep(
+        objective,
+        world,
+        precision=run.precision if on_card else "fp32",
+        micro_batches=run.micro_batches,
+        graphs=graphs,
+    )
+    for count in sorted({objective.batches.clips, objective.batches.images} - {0}):
+        if world.share(count, "clips of a batch") % run.micro_batches:
+            raise InputError(f"{count} clips can't be split into {run.micro_batches} micro-batches a process")
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        objective.model,
+        step_function.players,
+        world,
+        facts={"stage": objective.name, **(facts or {})},
+        keep=run.keep,
+    )
+    feed = Prefetch(source, objective.batches, world.device)
+    step, before = 0, 0.0
+    if resume and (path := checkpoints.latest()) is not None:
+        position = checkpoints.load(path)
+        feed.load_state_dict(position.data)
+        step, before = position.step, position.seconds
+        say(f"{objective.name}: goes on from step {step} ({path})")
+    _estimate(step_function, feed, run, step, before, say if world.leads else _silent)
+
+    with ExitStack() as stack:
+        log = StageLog(folder, after_step=step) if world.leads else None
+        if log is not None:
+            stack.callback(log.close)
+        started = time.monotonic() - before
+
+        def seconds() -> float:
             elapsed = time.monotonic() - started
-            progress = max(elapsed / settings.seconds, step / settings.steps)
-            if progress >= 1:
-                break
-            rate = learning_rate(settings, step, progress)
-            losses = step_function(batches.take(), rate)
-            batches.prepare()  # while the card works on the step
-            step += 1
-            if step % settings.log_every == 0 or step == settings.steps:
-                values = {name: float(value) for name, value in losses.items()}
-                if not math.isfinite(values["loss"]):
-                    raise RuntimeError(f"the loss is {values['loss']} at step {step}: see {log_path}")
-                row = {"step": step, "seconds": round(time.monotonic() - started, 2), "rate": f"{rate:.3g}"}
-                row |= {name: f"{value:.5g}" for name, value in values.items()}
-                if writer is None:
-                    writer = csv.DictWriter(file, list(row))
-                    writer.writeheader()
-                writer.writerow(row)
-                file.flush()
-                if checkpoint is not None and time.monotonic() - last_save > 60:
-                    checkpoint()
-                    last_save = time.monotonic()
-    step_function.averages.copy_to_parameters()
+            return world.agree(elapsed) if run.seconds else elapsed
+
+        elapsed = seconds()
+        while (progress := run.progress(step, elapsed)) < 1:
+            batch = feed.take()
+            losses = step_function(batch, step, progress)
+            step, elapsed = step + 1, seconds()
+            last = run.steps is not None and step == run.steps
+            logs, saves = last or step % run.log_every == 0, last or step % run.save_every == 0
+            if logs or saves or not on_card:
+                _stop_if_not_finite(step_function, source, folder)
+            if logs:
+                values = _values(losses, world)
+                if log is not None:
+                    columns = {"seconds": round(elapsed, 2), "frames": batch.hq.shape[2]}
+                    log.losses(step, values, **columns, progress=f"{progress:.4f}")
+            if sample is not None and run.sample_every and step % run.sample_every == 0:
+                output = _sample(sample, step_function, batch)
+                if log is not None:
+                    log.sample(step, batch.lr, output, batch.hq)
+            if saves:
+                checkpoints.save(Position(step, elapsed, feed.state_dict()))
+            if run.progress(step, elapsed) < 1:
+                feed.prepare()  # while the card is still busy with the step
+        _stop_if_not_finite(step_function, source, folder)
+    for player in step_function.players.values():
+        if player.averages is not None and not player.rests(step):
+            player.averages.copy_to_parameters()
     return step
+
+
+def _stop_if_not_finite(step_function: TrainingStep, source: BatchSource, folder: Path) -> None:
+    bad = step_function.first_bad_step()
+    if bad is not None:
+        raise TrainingError(
+            f"the loss stopped being finite at step {bad + 1} ({source.describe(bad)}); the log is "
+            f"{folder / 'log.csv'}. Lower the learning rate and resume from the last checkpoint"
+        )
+
+
+def _values(losses: Mapping[str, Tensor], world: World) -> dict[str, float]:
+    """Return the mean of each loss over all ranks."""
+    stacked = world.mean(torch.stack([value.float().reshape(()) for value in losses.values()]))
+    return dict(zip(losses, stacked.tolist()))
+
+
+def _sample(sample: Sample, step_function: TrainingStep, batch: Batch) -> Tensor:
+    """Run `sample` on a batch with the averaged weights, leaving random numbers as they are."""
+    device = step_function.world.device
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.no_grad())
+        for player in step_function.players.values():
+            if player.averages is not None:
+                stack.enter_context(player.averages.in_place_of_parameters())
+        return sample(batch)
+
+
+def _estimate(
+    step_function: TrainingStep,
+    feed: Prefetch,
+    run: RunSettings,
+    step: int,
+    before: float,
+    say: Callable[[str], None],
+) -> None:
+    """Say what the stage will need: state counted exactly, and on a card what a trial step takes."""
+    if run.progress(step, before) >= 1:
+        return
+    name, held = step_function.objective.name, step_function.bytes()
+    say(f"{name}: {describe_bytes(held)}")
+    if step_function.world.device.type != "cuda":
+        return
+    batch = feed.peek()
+    cost = step_function.rehearse(batch, step, run.progress(step, before))
+    count, _, frames, height, width = batch.hq.shape
+    total = (
+        "" if run.steps is None else f", {_duration((run.steps - step) * cost.seconds)} for the steps left"
+    )
+    say(
+        f"{name}: a step of {count} clips of {frames} x {height} x {width} takes "
+        f"{cost.seconds * 1000:.0f} ms, {cost.peak_bytes / 1e9:.2f} GB at its peak{total}"
+    )
+
+
+def describe_bytes(held: StateBytes) -> str:
+    """Return the memory of a stage's state in words."""
+    parts = {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimiser": held.optimizer,
+        "averages": held.averages,
+    }
+    listed = " + ".join(f"{size / 1e6:.1f} MB {name}" for name, size in parts.items())
+    return f"{listed} = {held.total / 1e6:.1f} MB before activations, a process"
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,75 @@
+"""`recavsr train`: runs a recipe, on one device or under torchrun on many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recavsr.cli import options
+from recavsr.cli.console import Console
+from recavsr.errors import InputError
+
+
+def command(
+    recipe: Annotated[str | None, typer.Argument(help="Name of the recipe; see --list.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Data folder or pack.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run.")] = None,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their stages.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Time of the whole recipe.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each stage.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="What the first stage starts from: weights or a model folder.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes (or threads) that make data; default: by cores.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, noise and data.")] = 0,
+    lpips: Annotated[Path | None, typer.Option(help="LPIPS weights, file or folder.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers first.")] = False,
+    device: options.Device = "auto",
+    json_lines: options.JsonLines = False,
+) -> None:
+    """Train a model by a named recipe. Several GPUs: torchrun --nproc-per-node N -m recavsr train ..."""
+    import os
+
+    from recavsr.stream.load import resolve_device
+    from recavsr.training.loop import TrainingError
+    from recavsr.training.recipes import RECIPES
+    from recavsr.training.runner import RunOptions, holds_a_run, run_recipe, with_budget
+
+    if list_recipes:
+        for name, make in RECIPES.items():
+            made = make()
+            print(f"{name}\n    {made.about}\n    stages: {', '.join(s.name for s in made.stages)}")
+        return
+    if recipe not in RECIPES:
+        known = ", ".join(RECIPES)
+        raise InputError(f"name a recipe: {known}" if recipe is None else f"no recipe {recipe!r}; {known}")
+    if data is None or out is None:
+        raise InputError("training needs --data (a data folder or pack) and --out (a folder for the run)")
+    chosen = RECIPES[recipe]()
+    if not resume and holds_a_run(out, chosen):
+        raise InputError(f"{out} holds a run of {recipe} already: add --resume, or choose another --out")
+    console = Console(json_lines)
+    workers = max(1, (os.cpu_count() or 2) - 2) if workers is None else workers
+    try:
+        run_recipe(
+            with_budget(chosen, seconds=seconds, steps=steps),
+            RunOptions(
+                out,
+                data,
+                resolve_device(device),
+                resume=resume,
+                seed=seed,
+                start=start,
+                workers=workers,
+                lpips=lpips,
+                compiled=frozenset(stage.name for stage in chosen.stages if compiled),
+            ),
+            console.say,
+        )
+    except TrainingError as error:
+        raise InputError(str(error)) from error

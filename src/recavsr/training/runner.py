@@ -1,0 +1,324 @@
+"""Runs a recipe: its data, its stages in order, what each leaves for the next.
+
+A run is a folder. Stage NAME keeps `NAME/` (settings.json, log.csv, checkpoints/, samples/,
+tensorboard/) and leaves `NAME.safetensors`, from which the next stage starts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from recavsr.data.clips import ClipSource
+from recavsr.data.pack import build_pack
+from recavsr.data.pool import PairSettings, TrainingPool
+from recavsr.errors import InputError
+from recavsr.models.generator import Generator
+from recavsr.training.batches import BatchSource, PairSource, PoolSource
+from recavsr.training.checkpoints import complete, read_run
+from recavsr.training.distributed import World, join
+from recavsr.training.loop import RunSettings, train
+from recavsr.training.nano import schedule_text
+from recavsr.training.objective import Batch, Objective
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a stage is built from."""
+
+    world: World
+    start: Path | None  # what the stage before left, or a model folder; None: fresh weights
+    lpips: Path | None = None  # LPIPS weights (file or folder); None: the cache folder
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class RecipeStage:
+    """A stage of a recipe.
+
+    `build` makes the objective, its networks on the world's device. `finish` (every rank calls it)
+    writes what the next stage starts from to the path given, and whatever else the stage is for.
+    """
+
+    name: str
+    run: RunSettings
+    build: Callable[[Setup], Objective]
+    finish: Callable[[Objective, BatchSource, Path, World], None]
+    settings: Mapping[str, Any] = field(default_factory=dict)  # for settings.json
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stages in order, and the data that they share."""
+
+    about: str
+    stages: tuple[RecipeStage, ...]
+    pairs: PairSettings = field(default_factory=PairSettings)
+    data: Literal["pool", "exact"] = "pool"  # a pool for throughput, or exactly repeatable batches
+    sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
+    checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a user chooses about one run of a recipe."""
+
+    out: Path
+    data: Path
+    device: torch.device
+    resume: bool = False
+    seed: int = 0
+    start: Path | None = None  # what the first stage starts from
+    workers: int = 14
+    fill: int = 512  # records that a pool holds before training begins
+    lpips: Path | None = None
+    compiled: frozenset[str] = frozenset()  # stages whose layers are compiled first
+
+
+def with_budget(recipe: Recipe, *, seconds: float | None = None, steps: int | None = None) -> Recipe:
+    """Return the recipe with other lengths: `steps` of each stage, `seconds` of the whole recipe.
+
+    The seconds are shared among the stages as their own are, equally where they have none.
+    """
+    shares = [stage.run.seconds or 1.0 for stage in recipe.stages]
+    stages = []
+    for stage, share in zip(recipe.stages, shares):
+        run = stage.run
+        if seconds is not None:
+            run = replace(run, seconds=seconds * share / sum(shares), steps=None)
+        if steps is not None:
+            run = replace(run, steps=steps, seconds=run.seconds if seconds is not None else None)
+        stages.append(replace(stage, run=run))
+    return replace(recipe, stages=tuple(stages))
+
+
+def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] = print) -> None:
+    """Train the stages of a recipe in order.
+
+    With `options.resume` finished stages are skipped and the unfinished one goes on from its last
+    checkpoint; otherwise what the stages left in the folder before is replaced.
+    """
+    with join(options.device) as world:
+        if world.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.benchmark = True
+        tell = say if world.leads else _silent
+        options.out.mkdir(parents=True, exist_ok=True)
+        with _open_data(recipe, options, world, tell) as source_of:
+            start = options.start
+            for number, stage in enumerate(recipe.stages):
+                _run_stage(stage, source_of(number), recipe, options, world, start, tell)
+                start = result_of(options.out, stage.name)
+
+
+def result_of(out: Path, name: str) -> Path:
+    """Return where a stage leaves its weights."""
+    return out / f"{name}.safetensors"
+
+
+def is_finished(out: Path, name: str) -> bool:
+    """Whether a stage of a run was trained to its end."""
+    return (out / name / "finished.json").is_file()
+
+
+def holds_a_run(out: Path, recipe: Recipe) -> bool:
+    """Whether a folder holds a run of a recipe, finished or not."""
+    return any((out / stage.name / "settings.json").exists() for stage in recipe.stages)
+
+
+def _run_stage(
+    stage: RecipeStage,
+    source: BatchSource,
+    recipe: Recipe,
+    options: RunOptions,
+    world: World,
+    start: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    folder, result = options.out / stage.name, result_of(options.out, stage.name)
+    if options.resume and is_finished(options.out, stage.name):
+        say(f"{stage.name}: finished before, skipped")
+        return
+    if world.leads and not options.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    world.barrier()
+    _set_seeds(options.seed, 0)  # the same weights on every rank
+    objective = stage.build(Setup(world, start, options.lpips, stage.name in options.compiled))
+    _set_seeds(options.seed, world.rank)  # other noise on every rank
+    if world.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = _settings(stage, objective, options)
+        (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str) + "\n")
+    checks = _check_batches(source, recipe.checks, objective)
+    objective.advance(0.0)
+    before = fixed_losses(objective, checks, world)
+    steps = train(
+        objective,
+        source,
+        stage.run,
+        folder,
+        world,
+        resume=options.resume,
+        sample=getattr(objective, "sample", None),
+        facts=facts_of(objective),
+        say=say,
+    )
+    after = fixed_losses(objective, checks, world)
+    stage.finish(objective, source, result, world)
+    world.barrier()
+    if world.leads:
+        outcome = {"steps": steps, "loss_before": before, "loss_after": after}
+        (folder / "finished.json").write_text(json.dumps(outcome, indent=1) + "\n")
+        falls = [f"loss of {name} {before[name]:.4g} -> {after[name]:.4g}" for name in before]
+        say(", ".join([f"{stage.name}: {steps} steps", *falls, f"weights in {result}"]))
+    world.barrier()
+
+
+def facts_of(objective: Objective) -> dict[str, str]:
+    """Return what a resumed stage must share with its checkpoints: the schedule of its generator."""
+    generators = [part for part in objective.model.modules() if isinstance(part, Generator)]
+    return {"schedule": schedule_text(generators[0])} if generators else {}
+
+
+def _check_batches(source: BatchSource, count: int, objective: Objective) -> list[Batch]:
+    """Draw batches from far beyond any that training reaches."""
+    if not count:
+        return []
+    position = source.state_dict()
+    source.load_state_dict({"number": 2**40, "first": 2**40})
+    batches = [source.batch(objective.batches) for _ in range(count)]
+    source.load_state_dict(position)
+    return batches
+
+
+def fixed_losses(objective: Objective, batches: Sequence[Batch], world: World) -> dict[str, float]:
+    """Return each player's mean loss over batches, under the same noise at every call; nothing is trained."""
+    found: dict[str, list[float]] = {}
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        for batch in batches:
+            for player, losses in objective.updates(batch):
+                found.setdefault(player, []).append(float(losses["loss"].detach()))
+    return {player: sum(values) / len(values) for player, values in found.items()}
+
+
+def _settings(stage: RecipeStage, objective: Objective, options: RunOptions) -> dict[str, Any]:
+    return {
+        "stage": stage.name,
+        "seed": options.seed,
+        "run": asdict(stage.run),
+        "batches": asdict(objective.batches),
+        "players": {player.name: asdict(player.optimizer) for player in objective.players},
+        **stage.settings,
+        **facts_of(objective),
+    }
+
+
+def _set_seeds(seed: int, rank: int) -> None:
+    own = seed + 1_000_003 * rank
+    torch.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own % 2**32)
+
+
+# ---------------------------------------------------------------- data
+
+
+@contextmanager
+def _open_data(
+    recipe: Recipe, options: RunOptions, world: World, say: Callable[[str], None]
+) -> Iterator[Callable[[int], BatchSource]]:
+    """Yield what makes each stage's source of batches, by the stage's number.
+
+    Every stage has its own, so that it does not matter where the stage before left off.
+    """
+    if world.leads:
+        pack = _pack(recipe, options, say)
+    pack = world.agree(pack if world.leads else None)
+    # One process decodes; the others find the pixels in the cache.
+    for turn in (True, False):
+        if world.leads == turn:
+            cache = pack.parent / "decoded" if recipe.sample_of_data else None
+            clips = ClipSource.open(pack, cache=cache, processes=options.workers)
+        world.barrier()
+    if recipe.data == "exact":
+        yield lambda stage: PairSource(
+            clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
+        )
+        return
+    # Each rank has workers of its own, and none makes a clip again that the run had before.
+    seed, made = options.seed + 1_000_003 * world.rank, _records_made(recipe, options)
+    with TrainingPool(
+        pack, world.device, workers=options.workers, settings=recipe.pairs, seed=seed, first=made
+    ) as pool:
+        pool.fill(options.fill)
+        say(f"pool: {pool.count} records")
+        yield lambda stage: PoolSource(pool, world, seed=options.seed, made_before=made)
+        say(f"pool: {pool.made} records made")
+
+
+def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Path:
+    """Return the pack to train on: the folder given, or one made from its files."""
+    data = options.data
+    if (data / "index.json").is_file():
+        return data
+    if not (data / "manifest.tsv").is_file():
+        raise InputError(
+            f"{data} holds no training data: neither a pack (index.json) nor a data folder "
+            "(manifest.tsv, train_video/, photos/)"
+        )
+    pack = options.out / "data" / "pack"
+    if (pack / "index.json").is_file():
+        return pack
+    say(f"packing {data}")
+    shutil.rmtree(pack, ignore_errors=True)
+    pack.mkdir(parents=True)
+    held = {"validation_videos": 4, "validation_photos": 8}
+    if recipe.sample_of_data is not None:
+        data = _small_copy(data, options.out / "data" / "sample", *recipe.sample_of_data)
+        held = dict.fromkeys(held, 0)
+    index = build_pack(data, pack, part_bytes=10**12, **held)
+    if not index.videos and not index.photos:
+        raise InputError(f"{options.data / 'manifest.tsv'} lists no usable training data")
+    return pack
+
+
+def _small_copy(data: Path, target: Path, videos: int, photos: int) -> Path:
+    """Make a data folder with the smallest files of another: links, and their lines of the manifest."""
+    header, *lines = (data / "manifest.tsv").read_text(encoding="utf-8").splitlines()
+    chosen = []
+    for folder, count in (("train_video", videos), ("photos", photos)):
+        own = [line for line in lines if line.startswith(f"{folder}/")]
+        own = [line for line in own if folder == "photos" or "split train" in line]
+        own.sort(key=lambda line: (data / line.split("\t")[0]).stat().st_size)
+        chosen += own[:count]
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for line in chosen:
+        name = line.split("\t")[0]
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).symlink_to((data / name).resolve())
+    (target / "manifest.tsv").write_text("\n".join([header, *chosen]) + "\n", encoding="utf-8")
+    return target
+
+
+def _records_made(recipe: Recipe, options: RunOptions) -> int:
+    """Return how many records the pool of an interrupted run had made at its last checkpoint."""
+    made = 0
+    for stage in recipe.stages if options.resume else ():
+        for path in complete(options.out / stage.name / "checkpoints")[-1:]:
+            made = max([made, *(rank["data"].get("made", 0) for rank in read_run(path)["ranks"])])
+    return made
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,281 @@
+"""Recipes from data to model: exact batches, the command, nano_debug end to end on drawn data."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from recavsr.cli.main import run
+from recavsr.data.clips import ClipSource
+from recavsr.data.pack import build_pack
+from recavsr.data.pool import PairSettings, TrainingPool
+from recavsr.errors import InputError
+from recavsr.training import recipes
+from recavsr.training.batches import PairSource, PoolSource, Prefetch, size_of_batch
+from recavsr.training.distributed import World
+from recavsr.training.nano import NanoTraining
+from recavsr.training.objective import BatchSettings
+from recavsr.training.runner import RunOptions, run_recipe, with_budget
+from recavsr.video.clips import read_clip, write_clip
+from tiny import one_thread
+
+WORLD = World(torch.device("cpu"))
+SETTINGS = BatchSettings(clips=2, frames=5, images=4, image_fraction=0.5)
+PAIRS = PairSettings(frames=5, size=32, degradations=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def drawn(seed: int, shift: float = 0.0) -> np.ndarray:
+    """A picture of waves, uint8 [270, 300, 3], moved to the left by `shift` wavelengths."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:270, :300] / 40.0
+    waves = [np.sin(a * (x + shift) + b * y) * np.cos(c * y) for a, b, c in rng.uniform(1, 6, (3, 3))]
+    return (128 + 100 * np.stack(waves, -1)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder: one clip, two photos."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "train_video").mkdir()
+    (folder / "photos").mkdir()
+    write_clip(folder / "train_video" / "waves.mp4", [drawn(1, t / 30) for t in range(24)], 25)
+    rows = ["path\tlicence\tsource\tnote", "train_video/waves.mp4\tCC0\there\tsharp 0.7; split train"]
+    for seed in (2, 3):
+        cv2.imwrite(str(folder / "photos" / f"p{seed}.jpg"), drawn(seed))
+        rows.append(f"photos/p{seed}.jpg\tCC0\there\t")
+    (folder / "manifest.tsv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pack(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pack")
+    build_pack(data, folder, part_bytes=10**9, validation_videos=0, validation_photos=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> ClipSource:
+    return ClipSource.open(pack, cache=tmp_path_factory.mktemp("cache"), processes=0)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_batches_are_a_function_of_seed_and_number(clips: ClipSource) -> None:
+    one = PairSource(clips, PAIRS, WORLD, seed=1)
+    batches = [one.batch(SETTINGS) for _ in range(5)]
+    sizes = [tuple(batch.hq.shape) for batch in batches]
+    assert set(sizes) == {(2, 3, 5, 32, 32), (4, 3, 1, 32, 32)}
+    assert all(x.min() >= -1 and x.max() <= 1 and x.std() > 0.05 for batch in batches for x in batch)
+    other = PairSource(clips, PAIRS, WORLD, seed=1, workers=2)
+    for number in (0, 1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(other.batch(SETTINGS), batches[number]))
+    position = other.state_dict()
+    other.batch(SETTINGS)
+    fresh = PairSource(clips, PAIRS, WORLD, seed=1, workers=2)
+    for source in (fresh, other):
+        source.load_state_dict(position)
+        for number in (3, 4):
+            assert all(torch.equal(a, b) for a, b in zip(source.batch(SETTINGS), batches[number]))
+    different = PairSource(clips, PAIRS, WORLD, seed=2)
+    assert not torch.equal(different.batch(replace(SETTINGS, images=0)).hq[0], batches[0].hq[0, :, :5])
+    assert one.describe(3) == "batch seed (1, 3)"
+
+
+def test_ranks_share_a_batch(clips: ClipSource) -> None:
+    whole = PairSource(clips, PAIRS, WORLD).batch(SETTINGS)
+    halves = [
+        PairSource(clips, PAIRS, World(torch.device("cpu"), rank, 2)).batch(SETTINGS) for rank in (0, 1)
+    ]
+    for index in (0, 1):
+        assert torch.equal(torch.cat([half[index] for half in halves]), whole[index])
+
+
+def test_the_share_of_images_is_as_asked_for() -> None:
+    settings = BatchSettings(clips=2, frames=5, images=4, image_fraction=0.2)
+    images = sum(size_of_batch(settings, 3, number) == (4, 1) for number in range(2000))
+    assert images / 2000 == pytest.approx(0.2, abs=0.03)  # more than three deviations
+    assert size_of_batch(BatchSettings(clips=2, frames=5), 3, 0) == (2, 5)
+
+
+def test_a_batch_drawn_ahead_is_not_lost_in_a_checkpoint(clips: ClipSource) -> None:
+    wanted = PairSource(clips, PAIRS, WORLD)
+    expected = [wanted.batch(SETTINGS).hq for _ in range(3)]
+    feed = Prefetch(PairSource(clips, PAIRS, WORLD), SETTINGS, WORLD.device)
+    assert torch.equal(feed.take().hq, expected[0])
+    feed.prepare()
+    position = feed.state_dict()
+    assert torch.equal(feed.peek().hq, expected[1])
+    feed.load_state_dict(position)
+    assert torch.equal(feed.take().hq, expected[1])
+    assert torch.equal(feed.take().hq, expected[2])
+
+
+def test_a_pool_without_workers_goes_on_exactly(pack: Path, clips: ClipSource) -> None:
+    def source() -> PoolSource:
+        pool = TrainingPool(pack, "cpu", workers=0, capacity=8, settings=PAIRS, cache=clips.cache.parent)
+        pool.fill(6)
+        return PoolSource(pool, WORLD, seed=4)
+
+    one = source()
+    one.batch(SETTINGS)
+    position = one.state_dict()
+    expected = one.batch(SETTINGS)
+    other = source()
+    other.load_state_dict(position)
+    assert all(torch.equal(a, b) for a, b in zip(other.batch(SETTINGS), expected))
+
+
+def test_no_data_is_said_plainly(clips: ClipSource, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    empty = ClipSource(clips.folder, clips.cache, "validation")
+    with pytest.raises(InputError, match="no validation items"):
+        PairSource(empty, PAIRS, WORLD).batch(SETTINGS)
+    assert run(["train", "nano_debug", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "holds no training data" in capsys.readouterr().err
+    (tmp_path / "manifest.tsv").write_text("path\tlicence\tsource\tnote\n")
+    assert run(["train", "nano_debug", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "lists no usable training data" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- recipes and the command
+
+
+def test_every_recipe_is_what_its_name_returns() -> None:
+    for name, make in recipes.RECIPES.items():
+        recipe = make()
+        assert make.__name__ == name
+        assert recipe.about
+        names = [stage.name for stage in recipe.stages]
+        assert len(set(names)) == len(names) > 0
+
+
+def test_budgets() -> None:
+    short = recipes.nano_short()
+    by_time = with_budget(short, seconds=129)
+    assert [stage.run.seconds for stage in by_time.stages] == [30, 18, 15, 42, 24]
+    by_steps = with_budget(short, steps=7)
+    assert {(stage.run.seconds, stage.run.steps) for stage in by_steps.stages} == {(None, 7)}
+    both = with_budget(short, seconds=129, steps=7)
+    assert {(stage.run.seconds, stage.run.steps) for stage in both.stages[:1]} == {(30, 7)}
+
+
+def test_the_list(capsys: pytest.CaptureFixture) -> None:
+    assert run(["train", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in recipes.RECIPES)
+    assert "stages: autoencoder, generator, teacher, joint, polish" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "name a recipe: nano_short"),
+        (["train", "nano_7"], "no recipe 'nano_7'"),
+        (["train", "nano_debug"], "needs --data"),
+    ],
+)
+def test_bad_commands(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert run(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def smaller_debug() -> recipes.Recipe:
+    """nano_debug on crops of 32 pixels."""
+    made = recipes.nano_debug()
+    return replace(made, pairs=replace(made.pairs, size=32), checks=1)
+
+
+@pytest.fixture(scope="module")
+def debug_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """nano_debug on the drawn data, cut short."""
+    out = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(recipes.RECIPES, "nano_debug", smaller_debug)
+        arguments = ["--data", str(data), "--out", str(out), "--device", "cpu", "--steps", "1"]
+        assert run(["train", "nano_debug", *arguments, "--workers", "0"]) == 0
+        yield out
+
+
+def test_nano_debug_gives_a_model_that_upscales(debug_run: Path, data: Path, tmp_path: Path) -> None:
+    source, output = data / "train_video" / "waves.mp4", tmp_path / "large.mp4"
+    model = str(debug_run / "polish_model")
+    arguments = [str(source), "-o", str(output), "--model", model, "--scale", "1", "--frames", "3"]
+    assert run(["upscale", *arguments, "--device", "cpu"]) == 0
+    assert read_clip(output).shape == (3, 270, 300, 3)
+
+
+def test_a_stage_leaves_its_settings_log_and_outcome(debug_run: Path) -> None:
+    settings = json.loads((debug_run / "joint" / "settings.json").read_text())
+    assert settings["batches"]["frames"] == 29
+    assert "recent_2" in settings["schedule"]
+    with (debug_run / "joint" / "log.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 1
+    outcome = json.loads((debug_run / "joint" / "finished.json").read_text())
+    assert outcome["steps"] == 1
+    assert set(outcome["loss_before"]) == set(outcome["loss_after"]) == {"nano"}
+
+
+def test_resume_skips_what_is_finished(debug_run: Path, data: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["train", "nano_debug", "--data", str(data), "--out", str(debug_run), "--workers", "0"]
+    arguments += ["--steps", "2", "--device", "cpu"]
+    assert run(arguments) == 2
+    assert "holds a run of nano_debug already" in capsys.readouterr().err
+    before = (debug_run / "polish.safetensors").stat().st_mtime_ns
+    assert run([*arguments, "--resume"]) == 0
+    assert capsys.readouterr().err.count("finished before, skipped") == 5
+    assert (debug_run / "polish.safetensors").stat().st_mtime_ns == before
+
+
+def test_weights_of_another_schedule_are_refused(debug_run: Path) -> None:
+    model = NanoTraining()
+    model.load(debug_run / "joint.safetensors")
+    model.load(debug_run / "joint_model")
+    config = model.generator.config
+    actions = config.schedule.actions
+    other = NanoTraining(replace(config.schedule, actions=(actions[1], *actions[1:])))
+    for name in ("joint.safetensors", "joint_model"):
+        with pytest.raises(InputError, match="was trained under the schedule"):
+            other.load(debug_run / name)
+
+
+def test_single_stages_run_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple] = []
+    monkeypatch.setattr(recipes, "run_recipe", lambda *given: called.append(given))
+    arguments = "autoencoder joint --pack P --out RUN --seconds 30 40 --batch 3 --start S --compile joint"
+    recipes.main([*arguments.split(), "--device", "cpu"])
+    ((recipe, options, _),) = called
+    lengths = {stage.name: stage.run.seconds for stage in recipe.stages}
+    assert lengths == {"autoencoder": 30, "joint": 40}
+    assert {stage.settings["batch"] for stage in recipe.stages} == {3}
+    assert (options.data, options.out, options.start) == (Path("P"), Path("RUN"), Path("S"))
+    assert options.compiled == {"joint"}
+    assert not options.resume
+    with pytest.raises(SystemExit):
+        recipes.main(["joint", "polish", "--pack", "P", "--out", "RUN", "--seconds", "30"])
+
+
+@pytest.mark.shared
+def test_losses_fall_on_real_data(shared: Path, tmp_path: Path) -> None:
+    recipe = recipes.nano_debug()
+    run_recipe(
+        replace(recipe, stages=recipe.stages[:2]),
+        RunOptions(tmp_path, shared / "data", torch.device("cpu"), workers=1),
+    )
+    for stage in recipe.stages[:2]:
+        outcome = json.loads((tmp_path / stage.name / "finished.json").read_text())
+        assert outcome["loss_after"]["nano"] < outcome["loss_before"]["nano"]
