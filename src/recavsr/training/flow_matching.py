@@ -22,7 +22,7 @@ def logit_normal_times(count: int, device: torch.device, one_step_share: float =
     times = torch.randn(count, device=device).sigmoid()
     if not one_step_share:
         return times
-    return torch.where(torch.rand(count, device=device) < one_step_share, 1.0, times)
+    return times.masked_fill(torch.rand(count, device=device) < one_step_share, 1.0)
 
 
 def noised(latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ class CacheRouter(nn.Module):
     def __init__(
         self,
         layers: int,
+        rule: AnchorRule,
         actions: tuple[CacheAction, ...] = PAPER_ACTIONS,
-        rule: AnchorRule = AnchorRule(),
         embedding: int = 64,
         hidden: int = 128,
     ) -> None:
@@ -64,7 +64,7 @@ class CacheRouter(nn.Module):
         """
         histories, permits = _candidates(self.actions, self.rule, tuple(blocks), self.temperature.device)
         with torch.autocast(permits.device.type, enabled=False):
-            priors = (log_probabilities.exp() @ permits + DELTA).log()
+            priors = (log_probabilities.exp() @ permits.to(log_probabilities) + DELTA).log()
         sizes = [len(history) for history in histories]
         return [
             tuple(

@@ -30,17 +30,20 @@ class Stage1Model(nn.Module):
     """What a checkpoint of Stage 1 holds: generator, prompt and router, all of both phases."""
 
     prompt: Tensor
+    entropy_weight: Tensor
 
     def __init__(self, generator: Generator, prompt: Tensor, router: CacheRouter | None = None) -> None:
         """Take a generator, its prompt [1, tokens, text width] (trained if a parameter) and a router."""
         super().__init__()
-        layers = generator.config.layers
+        config = generator.config
         self.generator = generator
-        self.router = router or CacheRouter(layers, rule=generator.config.schedule.anchor_rule)
+        self.router = router or CacheRouter(config.layers, config.schedule.anchor_rule)
         if isinstance(prompt, nn.Parameter):
             self.prompt = prompt
         else:
             self.register_buffer("prompt", prompt)
+        # Here, where it follows the model to its device, for captured graphs to read.
+        self.register_buffer("entropy_weight", torch.tensor(0.0), persistent=False)
 
     def export_generator(self) -> Generator:
         """Return the generator under the router's exported schedule; weights are shared."""
@@ -49,9 +52,9 @@ class Stage1Model(nn.Module):
 
 @dataclass(frozen=True)
 class FixedScope:
-    """Adaptation: one history for every layer. W_6 is the paper's; no router action needs to equal it."""
+    """Adaptation: the same history for every layer; the paper's is W_6, which is no router action."""
 
-    action: CacheAction = CacheAction(6)
+    action: CacheAction
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,21 @@ class RouteLearning:
     capacity: float = 2.0  # wanted mean of the layers' expected capacities, in latents
     budget_weight: float = 0.5
     entropy_weight: float = 0.5
+    entropy_rise: tuple[float, float] = (0.0, 0.0)
+    """Progress from which and until which the entropy's weight grows from zero to its full value.
+
+    The paper's is full from the start. Where the router learns fast, that makes each layer certain of
+    whatever its random start preferred, before flow matching has said anything: see
+    docs/decisions/0007-stage-1-attends-by-block.md.
+    """
     temperatures: tuple[float, float] = (2.0, 0.3)
+
+    def weight_of_entropy(self, progress: float) -> float:
+        """Return the entropy's weight at `progress` in [0, 1]."""
+        start, end = self.entropy_rise
+        if progress >= end:
+            return self.entropy_weight
+        return self.entropy_weight * max(0.0, (progress - start) / (end - start))
 
     def temperature(self, progress: float) -> float:
         """Return the temperature at `progress` in [0, 1]: each step sharpens by the same factor."""
@@ -71,12 +88,12 @@ class RouteLearning:
 
 @dataclass(frozen=True)
 class Stage1Settings:
-    """Batches, optimiser and phase of a run of Stage 1."""
+    """Batches, block plan, optimiser and phase of a run of Stage 1."""
 
     batches: BatchSettings
+    plan: BlockPlan
     optimizer: OptimizerSettings
     phase: FixedScope | RouteLearning
-    plan: BlockPlan = BlockPlan()
     one_step_share: float = 0.0  # of the clips at time 1 (see `logit_normal_times`)
 
 
@@ -108,9 +125,11 @@ class Stage1Objective:
         self.players = (Player("generator", tuple(parameters), settings.optimizer),)
 
     def advance(self, progress: float) -> None:
-        """Set the router's temperature."""
-        if isinstance(self.settings.phase, RouteLearning):
-            self.model.router.temperature.fill_(self.settings.phase.temperature(progress))
+        """Set the router's temperature and the weight of its entropy."""
+        phase = self.settings.phase
+        if isinstance(phase, RouteLearning):
+            self.model.router.temperature.fill_(phase.temperature(progress))
+            self.model.entropy_weight.fill_(phase.weight_of_entropy(progress))
 
     def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
         """Yield the one update of a step: flow matching and, in route learning, budget and entropy."""
@@ -135,7 +154,7 @@ class Stage1Objective:
         yield (
             "generator",
             {
-                "loss": flow_matching + phase.budget_weight * budget + phase.entropy_weight * sharpness,
+                "loss": flow_matching + phase.budget_weight * budget + self.model.entropy_weight * sharpness,
                 "flow_matching": flow_matching,
                 "budget": budget,
                 "entropy": sharpness,
