@@ -238,6 +238,22 @@ def test_images_have_neither_history_nor_recycled_latents(monkeypatch: pytest.Mo
     assert all(parameter.grad.isfinite().all() for parameter in router)
 
 
+def test_under_autocast_the_loss_is_nearly_the_same() -> None:
+    stage, given = objective(ROUTING), batch()
+    wanted = losses(stage, given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = losses(stage, given)
+    assert got["flow_matching"].dtype == torch.float32
+    torch.testing.assert_close(got["flow_matching"], wanted["flow_matching"], rtol=0.02, atol=0)
+    assert torch.equal(got["budget"], wanted["budget"])
+    parameters = list(stage.model.router.parameters())
+    ours, theirs = (
+        torch.cat([g.flatten() for g in torch.autograd.grad(values["flow_matching"], parameters)])
+        for values in (got, wanted)
+    )
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.95
+
+
 def test_a_layer_with_a_soft_prior_compiles() -> None:
     stage, given = objective(ROUTING), batch()
     wanted = losses(stage, given)["loss"]
