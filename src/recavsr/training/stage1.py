@@ -67,8 +67,8 @@ class RouteLearning:
     entropy_rise: tuple[float, float] = (0.0, 0.0)
     """Progress from which and until which the entropy's weight grows from zero to its full value.
 
-    The paper's is full from the start. Where the router learns fast, that makes each layer certain of
-    whatever its random start preferred, before flow matching has said anything: see
+    The paper's is full from the start. Where one layer's history has a small effect on the flow-matching
+    loss, each layer then becomes certain of what its random start preferred: see
     docs/decisions/0007-stage-1-attends-by-block.md.
     """
     temperatures: tuple[float, float] = (2.0, 0.3)
