@@ -539,6 +539,22 @@ def test_route_show_has_a_row_a_layer(capsys: pytest.CaptureFixture) -> None:
     assert rows[31] == ["66", "slots,", "2.2", "a", "layer"]
 
 
+def test_route_show_by_action_is_the_papers_table(capsys: pytest.CaptureFixture) -> None:
+    assert run(["route", "show", "--model", "recavsr-5b", "--by-action"]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert rows[1:8] == [
+        ["∅", "1, 2, 4, 6, 9, 22, 25, 27, 29, 30", "10", "0"],
+        ["W1", "3, 28", "2", "1"],
+        ["W2", "5, 7, 13, 17, 21, 24, 26", "7", "2"],
+        ["W4", "8, 11, 20", "3", "4"],
+        ["A", "15", "1", "2"],
+        ["W2+A", "10, 19, 23", "3", "4"],
+        ["W4+A", "12, 14, 16, 18", "4", "6"],
+    ]
+    assert rows[8] == ["66 slots, 2.2 a layer"]
+
+
 def test_identity_has_no_route(capsys: pytest.CaptureFixture) -> None:
     assert run(["route", "show", "--model", "identity"]) == 2
     assert "identity" in capsys.readouterr().err

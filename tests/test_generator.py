@@ -17,10 +17,10 @@ from recavsr.models.generator import (
     Generator,
     GeneratorConfig,
     GeneratorState,
-    schedule_visibility,
     teacher_forced_recycled,
 )
 from recavsr.models.presets import nano, recavsr_5b
+from recavsr.models.visibility import schedule_visibility
 from recavsr.rope import AxisSplit, angles
 from tiny import CHANNELS, GENERATOR, STRIDE, one_thread, tiny_generator, tiny_prompt
 
@@ -216,11 +216,44 @@ def test_recycled_latents_of_teacher_forcing() -> None:
 
 def test_visibility_of_the_schedule() -> None:
     schedule = Schedule((CacheAction(0), CacheAction(2), CacheAction(0, anchors=True)))
-    none, recent, anchor = ((b == 0).int() for b in schedule_visibility(schedule, BlockPlan(), 10))
-    assert none[7].tolist() == [0] * 6 + [1, 1, 0, 0]
-    assert recent[7].tolist() == [0] * 4 + [1, 1, 1, 1, 0, 0]
-    assert anchor[9].tolist() == [0] * 5 + [1, 0, 0, 1, 1]
-    assert none[0].tolist() == [1] * 6 + [0] * 4
+    none, recent, anchor = schedule_visibility(schedule, BlockPlan().cut(11))
+    blocks = [(0, 1, 2, 3, 4, 5), (6, 7), (8, 9), (10,)]
+    for visibility in (none, recent, anchor):
+        assert [view.block for view in visibility] == blocks
+        assert all(view.log_prior is None for view in visibility)
+    assert [view.history for view in none] == [(), (), (), ()]
+    assert [view.history for view in recent] == [(), (4, 5), (6, 7), (8, 9)]
+    assert [view.history for view in anchor] == [(), (5,), (5,), (5,)]
+
+
+def test_another_schedule_on_the_same_weights() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    schedule = Schedule.uniform(4, CacheAction(1))
+    other, wanted = model.with_schedule(schedule), tiny_generator(replace(GENERATOR, schedule=schedule))
+    noise, lr_frames = clip(10)
+    assert torch.equal(stream(other, noise, lr_frames, plan)[1], stream(wanted, noise, lr_frames, plan)[1])
+    assert model.config.schedule == GENERATOR.schedule
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(InputError, match="30 actions for 4 layers"):
+        model.with_schedule(PAPER_SCHEDULE)
+
+
+def test_every_clip_of_a_batch_has_its_own_timestep() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    noise, lr_frames = clip(8, batch=3)
+    times = torch.tensor([1000.0, 431.5, 7.25])
+    recycled = teacher_forced_recycled(noise.flip(0), plan)
+    with torch.no_grad():
+        condition = model.condition(tiny_prompt(), times)
+        together = model(condition, noise, lr_frames, recycled, plan)
+        for i in range(3):
+            one = slice(i, i + 1)
+            condition = model.condition(tiny_prompt(), float(times[i]))
+            alone = model(condition, noise[one], lr_frames[one], recycled[one], plan)
+            torch.testing.assert_close(together[one], alone, atol=1e-5, rtol=0)
+            if i:
+                first = model(model.condition(tiny_prompt()), noise[one], lr_frames[one], recycled[one], plan)
+                assert (first - alone).abs().max() > 1e-2
 
 
 def test_a_schedule_of_another_length_is_refused() -> None:

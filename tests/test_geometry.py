@@ -34,6 +34,14 @@ def test_a_negative_count_has_no_blocks() -> None:
     assert BlockPlan().block_count(-3) == 0
 
 
+@given(plans, st.integers(0, 40))
+def test_a_clip_is_cut_as_its_latents_are_generated(plan: BlockPlan, latents: int) -> None:
+    blocks = plan.cut(latents)
+    assert [position for block in blocks for position in block] == list(range(latents))
+    assert [len(b) for b in blocks[:-1]] == [plan.latents(i) for i in range(len(blocks) - 1)]
+    assert all(1 <= len(block) <= plan.latents(i) for i, block in enumerate(blocks))
+
+
 @given(plans, st.integers(1, 300))
 def test_blocks_cover_every_frame_once(plan: BlockPlan, count: int) -> None:
     blocks = list(plan.blocks(count))

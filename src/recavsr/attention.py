@@ -93,19 +93,22 @@ def plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> Wind
 
 
 def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, time_bias: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, key_bias: Tensor | None = None
 ) -> Tensor:
     """Attend from `query` [B, G, N, Tq, R, D] to `key`, `value` [B, G, N, Tk, D].
 
-    `time_bias` [Tq, Tk] is added to the scores of each (query latent, key latent) pair, -inf where
-    it must not look: block-causal training masks and the router's log prior (Eq. 2). Returns
-    [B, G, N, Tq, R, D]. Raises ValueError where the plan's grid does not fit N.
+    `key_bias` [Tk] is added to all scores of a key latent: the router's log prior (Eq. 2). It must
+    be finite, and may require gradients. Returns [B, G, N, Tq, R, D]. Raises ValueError where the
+    plan's grid does not fit N.
     """
     if query.shape[2] != plan.cells:
         raise ValueError(f"the plan's grid has {plan.cells} cells, not {query.shape[2]}")
+    scale, width = query.shape[-1] ** -0.5, query.shape[-1]
+    if key_bias is not None:
+        query, key, value = _with_bias_channels(query, key, value, key_bias / scale)
     if plan.tiling is None:
-        return _dense(query, key, value, time_bias)
-    return _tiled(query, key, value, plan.tiling, time_bias)
+        return _dense(query, key, value, scale)[..., :width]
+    return _tiled(query, key, value, plan.tiling, scale)[..., :width]
 
 
 def reference_attention(
@@ -114,7 +117,7 @@ def reference_attention(
     value: Tensor,
     grid: Grid,
     window: SpatialWindow,
-    time_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Compute the same as `windowed_attention` by its definition: one masked softmax over all keys."""
     rows, columns = window.rows(grid), window.columns(grid)
@@ -125,20 +128,41 @@ def reference_attention(
     space = torch.zeros(grid.cells, grid.cells).masked_fill(~seen.view(grid.cells, grid.cells), float("-inf"))
     scores = torch.einsum("bgntrd,bgmsd->bgrtnms", query.float(), key.float()) * query.shape[-1] ** -0.5
     scores = scores + space.to(scores.device)[:, :, None]
-    if time_bias is not None:
-        scores = scores + time_bias.float()[:, None, None, :]
+    if key_bias is not None:
+        scores = scores + key_bias.float()
     weights = scores.flatten(-2).softmax(-1).view_as(scores)
     return torch.einsum("bgrtnms,bgmsd->bgntrd", weights, value.float()).to(query.dtype)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, time_bias: Tensor | None) -> Tensor:
-    mask = None
-    if time_bias is not None:
-        cells, repeats = query.shape[2], query.shape[4]
-        mask = time_bias.to(query.dtype)[None, :, None, None]
-        mask = mask.expand(cells, -1, repeats, cells, -1).flatten(3, 4).flatten(0, 2)
+_BIAS_CHANNELS = 8
+"""Channels that a key bias takes: two would do, but fused kernels want multiples of eight."""
+
+
+def _with_bias_channels(
+    query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold `key_bias` [Tk] into channels: q' k' = q k + key_bias, for fused kernels without a mask.
+
+    A mask that requires gradients would be written out in full, forward and backward. The bias is
+    the sum of two channels, its rounded value and the rest, which keeps 16 bits of it in bfloat16.
+    """
+    high = key_bias.to(key.dtype)
+    low = (key_bias - high).to(key.dtype)
+    pair = torch.stack([high, low], dim=-1)
+    ones = query.new_ones(*query.shape[:-1], 2)
+    padding = (0, _BIAS_CHANNELS - 2)
+    return (
+        F.pad(torch.cat([query, ones], dim=-1), padding),
+        F.pad(torch.cat([key, pair.expand(*key.shape[:-1], 2)], dim=-1), padding),
+        F.pad(value, (0, _BIAS_CHANNELS)),  # fused kernels want values as wide as keys
+    )
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     # Query heads that share a key head become more queries of it: no copy of K and V.
-    out = F.scaled_dot_product_attention(query.flatten(2, 4), key.flatten(2, 3), value.flatten(2, 3), mask)
+    out = F.scaled_dot_product_attention(
+        query.flatten(2, 4), key.flatten(2, 3), value.flatten(2, 3), scale=scale
+    )
     return out.view_as(query)
 
 
@@ -177,7 +201,7 @@ def _axis_tiles(spans: list[range], tile: int, extent: int) -> tuple[Tensor, Ten
     return queries, keys, torch.zeros(inside.shape).masked_fill(~inside, float("-inf"))
 
 
-def _tiled(query: Tensor, key: Tensor, value: Tensor, plan: _Tiling, time_bias: Tensor | None) -> Tensor:
+def _tiled(query: Tensor, key: Tensor, value: Tensor, plan: _Tiling, scale: float) -> Tensor:
     batch, groups = query.shape[:2]
     tiles, tile_cells = plan.query_cells.shape
 
@@ -187,18 +211,17 @@ def _tiled(query: Tensor, key: Tensor, value: Tensor, plan: _Tiling, time_bias: 
         return picked.view(batch * groups, tiles, -1, x.shape[-1])
 
     mask = None
-    if plan.bias is not None or time_bias is not None:
+    if plan.bias is not None:
         query_time, repeats = query.shape[3:5]
-        keys, key_time = plan.key_cells.shape[1], key.shape[3]
-        mask = query.new_zeros(1, 1, 1, 1, 1, 1)
-        if plan.bias is not None:
-            mask = mask + plan.bias.to(query.dtype)[:, :, None, None, :, None]
-        if time_bias is not None:
-            mask = mask + time_bias.to(query.dtype)[None, None, :, None, None, :]
-        mask = mask.expand(tiles, tile_cells, query_time, repeats, keys, key_time)
-        mask = mask.reshape(1, tiles, tile_cells * query_time * repeats, keys * key_time)
+        mask = plan.bias.to(query.dtype)[:, :, None, None, :, None]
+        mask = mask.expand(-1, -1, query_time, repeats, -1, key.shape[3])
+        mask = mask.flatten(4, 5).flatten(1, 3)[None]
     out = F.scaled_dot_product_attention(
-        gather(query, plan.query_cells), gather(key, plan.key_cells), gather(value, plan.key_cells), mask
+        gather(query, plan.query_cells),
+        gather(key, plan.key_cells),
+        gather(value, plan.key_cells),
+        mask,
+        scale=scale,
     )
     out = out.reshape(batch, groups, tiles * tile_cells, *query.shape[3:])
     return out.index_select(2, plan.untile)

@@ -175,6 +175,25 @@ PAPER_SCHEDULE = _paper_schedule()
 """The deployed route of the paper's Table D.2: 66 slots over 30 layers."""
 
 
+def route_table(schedule: Schedule) -> str:
+    """Return a schedule as the paper's table of the instantiated route (Table D.2): a row an action.
+
+    Layers are counted from 1; rows go from no history over recent windows to anchors and both.
+    """
+    layers: dict[CacheAction, list[int]] = {}
+    for layer, action in enumerate(schedule.actions, start=1):
+        layers.setdefault(action, []).append(layer)
+    order = sorted(layers, key=lambda action: (action.anchors, action.recent))
+    rows = [("action", "layers", "count", "slots a layer")]
+    for action in order:
+        names = ", ".join(map(str, layers[action]))
+        slots = action.capacity(schedule.anchor_rule)
+        rows.append((action.symbol, names, str(len(layers[action])), str(slots)))
+    first, second, third, fourth = (max(map(len, column)) for column in zip(*rows))
+    lines = [f"{a:<{first}}  {b:<{second}}  {c:>{third}}  {d:>{fourth}}" for a, b, c, d in rows]
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class HistoryAccount:
     """What a schedule reserves at one size (Appendix D.3)."""

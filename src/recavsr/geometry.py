@@ -60,6 +60,11 @@ class BlockPlan:
         """Return the number of video frames of block `index` (21 or 8 in the paper's plan)."""
         return frames_of_latents(self.first_latent(index), self.latents(index))
 
+    def cut(self, latents: int) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of a clip's latents, block by block; the last block may be short."""
+        starts = [0, *range(self.first, latents, self.rest)] if latents > 0 else []
+        return tuple(tuple(range(a, min(b, latents))) for a, b in zip(starts, [*starts[1:], latents]))
+
     def first_frame(self, index: int) -> int:
         """Return the absolute index of the first video frame of block `index`."""
         return frames_of_latents(0, self.first_latent(index))

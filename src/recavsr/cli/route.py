@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recavsr.cache_policy import account
+from recavsr.cache_policy import account, route_table
 from recavsr.cli.console import Console
 from recavsr.cli.models import resolve
 from recavsr.errors import InputError
@@ -42,16 +42,23 @@ def generator_config(model: str) -> GeneratorConfig:
 
 
 @app.command("show")
-def show(model: RouteModel = "nano", as_json: Facts = False) -> None:
+def show(
+    model: RouteModel = "nano",
+    by_action: Annotated[bool, typer.Option("--by-action", help="A row an action, as in the paper.")] = False,
+    as_json: Facts = False,
+) -> None:
     """Print the schedule: one action a layer."""
     schedule = generator_config(model).schedule
     if as_json:
         print(schedule.to_json())
         return
     rule = schedule.anchor_rule
-    print("layer  action  slots")
-    for layer, action in enumerate(schedule.actions, start=1):
-        print(f"{layer:>5}  {action.symbol:<6}  {action.capacity(rule):>5}")
+    if by_action:
+        print(route_table(schedule))
+    else:
+        print("layer  action  slots")
+        for layer, action in enumerate(schedule.actions, start=1):
+            print(f"{layer:>5}  {action.symbol:<6}  {action.capacity(rule):>5}")
     print(f"{schedule.slots} slots, {schedule.mean_slots:.1f} a layer")
     print(f"anchors: {rule.first} + {rule.stride}m, the latest {rule.capacity}")
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan, windowed_attention
 from recavsr.layers import RMSNorm, gated_residual, modulated_norm
-from recavsr.models.kv_history import KVHistory
+from recavsr.models.kv_history import KVHistory, latents_at
+from recavsr.models.visibility import Visibility
 from recavsr.rope import AxisSplit, rotate
 
 
@@ -47,12 +48,14 @@ class SelfAttention(nn.Module):
         rotation: Tensor,
         history: KVHistory | None,
         plan: WindowPlan,
-        time_bias: Tensor | None,
+        visibility: Visibility | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend from `x` [B, N, T, C] to itself and the history.
+        """Attend from `x` [B, N, T, C], one block, to itself and the history.
 
-        `rotation` is the table of these tokens' absolute positions. Returns the result [B, N, T, C]
-        and this call's own keys and values [B, H, N, T, D], as a history stores them.
+        With a `visibility`, `x` is a clip of whole blocks from the start of a stream, and each block
+        finds its history in `x` itself. `rotation` is the table of these tokens' absolute positions.
+        Returns the result [B, N, T, C] and this call's own keys and values [B, H, N, T, D], as a
+        history stores them.
         """
 
         def heads(y: Tensor) -> Tensor:
@@ -61,13 +64,42 @@ class SelfAttention(nn.Module):
         query = rotate(heads(self.norm_q.in_float32(self.to_q(x))), rotation).to(x.dtype)
         key = rotate(heads(self.norm_k.in_float32(self.to_k(x))), rotation).to(x.dtype)
         key, value = key.permute(0, 3, 1, 2, 4), heads(self.to_v(x)).permute(0, 3, 1, 2, 4)
-        keys, values = key, value
-        if history is not None:
-            keys = torch.cat([history.keys, key], dim=3)
-            values = torch.cat([history.values, value], dim=3)
         query = query.permute(0, 3, 1, 2, 4).unsqueeze(4)
-        out = windowed_attention(query, keys, values, plan, time_bias).squeeze(4)
-        return self.to_out(out.permute(0, 2, 3, 1, 4).flatten(3)), key, value
+        if visibility is not None:
+            out = attend_by_block(query, key, value, plan, visibility)
+        else:
+            keys, values = key, value
+            if history is not None:
+                keys = torch.cat([history.keys, key], dim=3)
+                values = torch.cat([history.values, value], dim=3)
+            out = windowed_attention(query, keys, values, plan)
+        return self.to_out(out.squeeze(4).permute(0, 2, 3, 1, 4).flatten(3)), key, value
+
+
+def attend_by_block(
+    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, visibility: Visibility
+) -> Tensor:
+    """Attend from all blocks of a clip, `query` [B, H, N, T, 1, D], to what each of them sees.
+
+    `key` and `value` are [B, H, N, T, D]. Work grows with the history, not with the clip, and needs
+    no mask: a block takes its history out of the clip as it would take it out of a KVHistory.
+    """
+    results = []
+    for view in visibility:
+        seen = view.history + view.block
+        bias = view.log_prior
+        if bias is not None:
+            bias = F.pad(bias, (0, len(view.block)))  # scores of the block itself stay as they are
+        results.append(
+            windowed_attention(
+                query[:, :, :, view.block[0] : view.block[-1] + 1],
+                latents_at(key, seen),
+                latents_at(value, seen),
+                plan,
+                bias,
+            )
+        )
+    return torch.cat(results, dim=3)
 
 
 class CrossAttention(nn.Module):
@@ -135,12 +167,12 @@ class DiTBlock(nn.Module):
         rotation: Tensor,
         history: KVHistory | None,
         plan: WindowPlan,
-        time_bias: Tensor | None = None,
+        visibility: Visibility | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the layer to `x` [B, N, T, C]; also return its keys and values [B, H, N, T, D]."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = condition.modulation.unbind(1)
         attended, keys, values = self.self_attention(
-            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, plan, time_bias
+            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, plan, visibility
         )
         x = gated_residual(x, attended, gate_a)
         x = x + self.cross_attention(self._cross_norm(x), condition.cross_keys, condition.cross_values)

@@ -5,8 +5,9 @@ Shapes: B batch, T latents of a call, H W latent rows and columns, N tokens of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, plan_window
-from recavsr.cache_policy import Schedule, visible_after_blocks
+from recavsr.cache_policy import Schedule
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid, frames_of_latents
 from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import KVHistory, extend
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
+from recavsr.models.visibility import Visibility, schedule_visibility
 from recavsr.rope import AxisSplit, rotation_table
 from recavsr.state import State
 
@@ -191,6 +193,15 @@ class Generator(nn.Module):
         blocks = cast(Iterable[DiTBlock], self.blocks)
         return Condition(time, tuple(block.condition(projection, text) for block in blocks))
 
+    def with_schedule(self, schedule: Schedule) -> Generator:
+        """Return this generator under another schedule: the same weights, shared, not copied.
+
+        Raises InputError where the schedule has another number of layers.
+        """
+        other = copy(self)
+        other.config = replace(self.config, schedule=schedule)
+        return other
+
     def start(self) -> GeneratorState:
         """Return the state before the first block of a stream (or after a scene cut)."""
         return GeneratorState(LRProjectorState(), (None,) * self.config.layers, None, 0)
@@ -236,26 +247,24 @@ class Generator(nn.Module):
         lr_frames: Tensor,
         recycled: Tensor,
         plan: BlockPlan,
-        time_bias: tuple[Tensor, ...] | None = None,
+        visibility: Sequence[Visibility] | None = None,
     ) -> Tensor:
-        """Predict all blocks of a clip at once under the block-causal mask (Stage 1, Appendix C.2).
+        """Predict all blocks of a clip at once, each from what it may see (Stage 1, Appendix C.2).
 
         `noisy` and `recycled` are [B, C, T, H, W]; `recycled` holds for each block the latents of the
-        block before (see `teacher_forced_recycled`). `time_bias` gives each layer's [T, T] visibility
-        of latents (0 or -inf, or a log prior); by default that of the schedule. Returns the predicted
-        velocity [B, C, T, H, W]. Under a fixed schedule it equals concatenated `step`s.
+        block before (see `teacher_forced_recycled`). `visibility` gives for each layer the history of
+        every block; by default that of the schedule. Returns the predicted velocity [B, C, T, H, W].
+        Under a schedule it equals concatenated `step`s.
         """
         latents = noisy.shape[2]
         _, lr_tokens = self.lr_projector.step(LRProjectorState(), lr_frames)
         x, grid = self._embed(noisy, lr_tokens, recycled)
         turn = rotation_table(tuple(range(latents)), grid, self._split, x.device)
         window = plan_window(grid, self.config.window, x.device)
-        if time_bias is None:
-            time_bias = tuple(
-                bias.to(x.device) for bias in schedule_visibility(self.config.schedule, plan, latents)
-            )
-        for block, constants, bias in zip(self.blocks, condition.layers, time_bias):
-            x, _, _ = block(x, constants, turn, None, window, bias)
+        if visibility is None:
+            visibility = schedule_visibility(self.config.schedule, plan.cut(latents))
+        for block, constants, visible in zip(self.blocks, condition.layers, visibility, strict=True):
+            x, _, _ = block(x, constants, turn, None, window, visible)
         return self._predict(x, condition, grid)
 
     def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
@@ -303,26 +312,5 @@ def teacher_forced_recycled(latents: Tensor, plan: BlockPlan) -> Tensor:
 
     Block k gets the latents of block k - 1, aligned as in streaming; the first block gets zeros.
     """
-    parts: list[Tensor] = []
-    previous, start = None, 0
-    while start < latents.shape[2]:
-        block = latents[:, :, start : start + plan.latents(len(parts))]
-        parts.append(_aligned(previous, block))
-        previous, start = block, start + block.shape[2]
-    return torch.cat(parts, dim=2)
-
-
-def schedule_visibility(schedule: Schedule, plan: BlockPlan, latents: int) -> tuple[Tensor, ...]:
-    """Return each layer's [T, T] bias: 0 where a query latent may see a key latent, else -inf."""
-    blocks: list[tuple[int, ...]] = []
-    while sum(map(len, blocks)) < latents:
-        first = sum(map(len, blocks))
-        blocks.append(tuple(range(first, min(first + plan.latents(len(blocks)), latents))))
-    biases = {}
-    for action in set(schedule.actions):
-        bias = torch.full((latents, latents), float("-inf"))
-        for positions, past in zip(blocks, visible_after_blocks(action, schedule.anchor_rule, blocks)):
-            for query in positions:
-                bias[query, list(past + positions)] = 0.0
-        biases[action] = bias
-    return tuple(biases[action] for action in schedule.actions)
+    blocks = latents.split([len(block) for block in plan.cut(latents.shape[2])], dim=2)
+    return torch.cat([_aligned(old, new) for old, new in zip((None, *blocks), blocks)], dim=2)

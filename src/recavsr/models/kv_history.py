@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,8 @@ def extend(
     index = [known.index(position) for position in kept]
 
     def pick(old: Tensor | None, new: Tensor) -> Tensor:
-        parts = [_planes(old, [i for i in index if i < from_old])] if old is not None else []
-        parts.append(_planes(new, [i - from_old for i in index if i >= from_old]))
+        parts = [latents_at(old, [i for i in index if i < from_old])] if old is not None else []
+        parts.append(latents_at(new, [i - from_old for i in index if i >= from_old]))
         parts = [part for part in parts if part.shape[3]]
         # A copy, also of a single part: the history must not keep the whole block alive.
         return torch.cat(parts, dim=3) if len(parts) > 1 else parts[0].clone()
@@ -56,8 +57,8 @@ def extend(
     )
 
 
-def _planes(x: Tensor, index: list[int]) -> Tensor:
-    """Select latents of [B, G, N, T, D] by index: a slice where they are consecutive."""
+def latents_at(x: Tensor, index: Sequence[int]) -> Tensor:
+    """Select latents of [B, G, N, T, D] by ascending index: a view where they are consecutive."""
     if not index:
         return x[..., :0, :]
     if index[-1] - index[0] + 1 == len(index):

@@ -21,7 +21,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.models.autoencoder import Encoder
 from recavsr.models.decoder import FlashDecoder
-from recavsr.models.generator import Generator, schedule_visibility, teacher_forced_recycled
+from recavsr.models.generator import Generator, teacher_forced_recycled
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
 from recavsr.models.weights import ModelFolder, load_strictly, read_tensors, save_model_folder
 from recavsr.training.decoder_stage import with_hard_share, with_noise
@@ -255,8 +255,6 @@ def generator_loss(model: NanoTraining, stage: Stage) -> LossFunction:
 
 def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     """Return the squared error of one-step latents, every block recycling the true block before it."""
-    visibility = schedule_visibility(model.generator.config.schedule, PLAN, stage.latents)
-    time_bias = tuple(bias.to(model.prompt.device) for bias in visibility)
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -266,7 +264,7 @@ def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
         strength = stage.latent_noise * torch.rand(hq.shape[0], 1, 1, 1, 1, device=hq.device)
         recycled = teacher_forced_recycled(target + strength * torch.randn_like(target), PLAN)
         noise = torch.randn_like(target)
-        latents = noise - model.generator(condition, noise, lr, recycled, PLAN, time_bias).float()
+        latents = noise - model.generator(condition, noise, lr, recycled, PLAN).float()
         first = PLAN.latents(0)
         return {
             "loss": F.mse_loss(latents, target),
