@@ -9,10 +9,15 @@ import typer
 
 from recavsr.cli import options
 from recavsr.cli.console import Console
+from recavsr.cli.models import resolve
 from recavsr.errors import InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from recavsr.cache_policy import Schedule
+
+FilePrecision = Annotated[str, typer.Option(help="Of the generator's file: bf16 or fp32.")]
 
 app = typer.Typer(help="Turn other checkpoints into model folders.")
 
@@ -24,7 +29,7 @@ def wan22(
     route: Annotated[
         str, typer.Option(help="What layers remember: paper, none, or a file of `recavsr route export`.")
     ] = "paper",
-    precision: Annotated[str, typer.Option(help="Of the transformer's file: bf16 or fp32.")] = "bf16",
+    precision: FilePrecision = "bf16",
     prompt: Annotated[
         Path | None, typer.Option(help="A prompt.safetensors; one zero vector if left out.")
     ] = None,
@@ -32,15 +37,10 @@ def wan22(
     json_lines: options.JsonLines = False,
 ) -> None:
     """Make a folder to start training from: Wan's weights, fresh projections, an untrained decoder."""
-    import torch
-
     from recavsr.models.convert import StartOptions, convert_wan
 
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    if precision not in dtypes:
-        raise InputError(f"--precision {precision}: choose bf16 or fp32")
     console = Console(json_lines)
-    settings = StartOptions(_schedule(route), dtypes[precision], prompt, seed=seed)
+    settings = StartOptions(_schedule(route), _dtype(precision), prompt, seed=seed)
     made = convert_wan(source, output, settings)
     console.say(
         f"{made.layout} checkpoint: " + ", ".join(f"{n} tensors to {f}" for f, n in made.used.items())
@@ -58,6 +58,32 @@ def wan22(
         fresh=list(made.fresh),
         unused=list(made.unused),
     )
+
+
+@app.command("lora")
+def lora(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model folder the adapters belong to.")],
+    adapters: Annotated[Path, typer.Argument(help="A file of trained adapters.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The model folder to make.")],
+    precision: FilePrecision = "bf16",
+    json_lines: options.JsonLines = False,
+) -> None:
+    """Merge trained adapters into their model: a folder that `upscale --model` takes."""
+    from recavsr.models.lora import merge_into_folder
+    from recavsr.stream.load import model_folder
+
+    layers = merge_into_folder(model_folder(resolve(model)), adapters, output, _dtype(precision))
+    text = f"merged the adapters of {layers} layers, wrote {output}"
+    Console(json_lines).result(text, output=str(output), layers=layers)
+
+
+def _dtype(precision: str) -> torch.dtype:
+    import torch
+
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if precision not in dtypes:
+        raise InputError(f"--precision {precision}: choose bf16 or fp32")
+    return dtypes[precision]
 
 
 def _schedule(route: str) -> Schedule:
