@@ -13,9 +13,10 @@ the recycled latents are:
 - `prompt.safetensors` is one zero vector unless a prompt is given: with no mask over the prompt it gives
   the same as the 512 zero vectors to which Wan pads an empty text.
 
-Files are read and written a tensor at a time. The peak of memory is about two copies of the largest
-tensor (the projector's second convolution: 0.9 GB in float32), whatever the size of the checkpoint;
-an official VAE in the format from before PyTorch 1.6 is held whole (2.8 GB).
+Files are read and written a tensor at a time. The peak of memory is that of the largest tensor, the
+projector's second convolution, in float32 and in the file's dtype: 1.4 GB measured, whatever the size of
+the checkpoint (mapped pages of the source, which the system takes back, not counted). An official VAE in
+the format from before PyTorch 1.6 can not be mapped and is held whole (2.8 GB).
 """
 
 from __future__ import annotations

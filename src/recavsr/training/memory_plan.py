@@ -56,6 +56,7 @@ class TrainingSetup:
     prompt_tokens: int = 512
     recompute: bool = True  # keep each layer's input and compute its inside again in the backward pass
     perceptual: str = "alex"  # the backbone of LPIPS in Stage 2
+    autoencoder: bool = True  # encode HQ frames, and in Stage 2 compare decoded ones
 
     @property
     def cells(self) -> int:
@@ -200,7 +201,8 @@ def plan_stage1(setup: TrainingSetup, action: CacheAction = CacheAction(6)) -> M
         for latents in seen_keys(schedule, setup.blocks)
     ]
     held |= _insides(setup, inside)
-    held["Wan encoder, bf16, whole"] = BF16 * WAN_ENCODER_PARAMETERS
+    if setup.autoencoder:
+        held["Wan encoder, bf16, whole"] = BF16 * WAN_ENCODER_PARAMETERS
     moments = _moments(setup, count)
     if setup.recompute:
         moments["backward of a layer: its inside again"] = max(inside) + _backward_buffers(setup)
@@ -212,12 +214,14 @@ def plan_stage2(setup: TrainingSetup) -> MemoryPlan:
     config, count = setup.generator, ParameterCount.of(setup.generator, setup.rank)
     tokens, width, pixels = setup.tokens, config.width, setup.clips * setup.height * setup.width
     held = _states(setup, count, average=True)
-    judged = min(MSQ_LAYERS[-1], config.layers)
+    judged = msq_layers(config.layers)[-1]
     backbone = judged * count.frozen_layer + count.frozen_rest
     heads = msq_parameters(width)
     held["discriminator: frozen backbone, bf16, sharded"] = BF16 * backbone // setup.gpus
     held["discriminator: heads, gradients, moments, fp32, whole"] = 4 * FP32 * heads
-    held["Wan encoder and decoder, bf16, whole"] = BF16 * (WAN_ENCODER_PARAMETERS + WAN_DECODER_PARAMETERS)
+    if setup.autoencoder:
+        autoencoder = WAN_ENCODER_PARAMETERS + WAN_DECODER_PARAMETERS
+        held["Wan encoder and decoder, bf16, whole"] = BF16 * autoencoder
     held |= _pass(setup)
     per_block = [
         [
@@ -246,13 +250,18 @@ def plan_stage2(setup: TrainingSetup) -> MemoryPlan:
     # Two clips through the heads, and R1 once more with the graph of its gradient: inputs and results
     # of each head's norm, float32.
     moments["discriminator: heads of three depths, with R1"] = 4 * len(MSQ_LAYERS) * tokens * 2 * width * FP32
-    moments["decoder and LPIPS of one latent (4 frames)"] = pixels * (
-        WAN_DECODER_BYTES + 4 * LPIPS_BYTES[setup.perceptual]
-    )
+    if setup.autoencoder:
+        kept_a_pixel = WAN_DECODER_BYTES + 4 * LPIPS_BYTES[setup.perceptual]
+        moments["decoder and LPIPS of one latent (4 frames)"] = pixels * kept_a_pixel
     if setup.recompute:
         again = max(max(layer) for layer in per_block)
         moments["backward of a layer: its inside again"] = max(again, layer) + _backward_buffers(setup)
     return MemoryPlan(held, moments)
+
+
+def msq_layers(layers: int) -> tuple[int, ...]:
+    """Return the discriminator's depths for a backbone of this many layers, the paper's for 30."""
+    return tuple(sorted({max(1, round(depth * layers / 30)) for depth in MSQ_LAYERS}))
 
 
 def msq_parameters(features: int) -> int:
@@ -280,7 +289,12 @@ def _states(setup: TrainingSetup, count: ParameterCount, *, average: bool) -> di
         held["gathered: two layers and the rest, bf16"] = BF16 * (2 * layer + rest)
         held["a layer's gradients before they are reduced"] = (BF16 + FP32) * count.trained_layer
     else:
-        held["adapters and projections cast to bf16"] = BF16 * count.trained
+        # A layer's casts go with its inside; those of the prompt's k and v are always kept.
+        cast = 1 if setup.recompute else count.layers
+        prompt = count.layers * 2 * setup.rank * 2 * setup.generator.width
+        held["adapters and projections cast to bf16"] = BF16 * (
+            cast * count.trained_layer + prompt + count.trained_rest
+        )
     return held
 
 
@@ -292,7 +306,9 @@ def _pass(setup: TrainingSetup) -> dict[str, int]:
         "inside of the LR projector": projector_activations(
             config, setup.clips, setup.frames, setup.height, setup.width
         ),
-        "prompt's keys and values, all layers": config.layers * setup.prompt_tokens * config.width * 2 * BF16,
+        "prompt's keys and values, and what gives them": (
+            config.layers * setup.prompt_tokens * config.width * (2 * BF16 + FP32)
+        ),
     }
 
 
