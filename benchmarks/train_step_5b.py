@@ -44,7 +44,7 @@ from recavsr.training.recompute import recompute_layers
 from recavsr.training.rollout import roll_out
 
 STAGE1_SCOPE = CacheAction(6)
-ROOM = 0.9  # share of a card that the counted plan may fill, where the number of layers is chosen
+ROOM = 0.88  # share of a card that the counted plan may fill, where the number of layers is chosen
 
 
 def config_of(preset: str, layers: int) -> GeneratorConfig:

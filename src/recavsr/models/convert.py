@@ -11,7 +11,7 @@ the recycled latents are:
   are uniform in +-1/sqrt(fan in), their norms one, all biases zero;
 - `flashdecoder.safetensors` is an untrained decoder (it has its own training);
 - `prompt.safetensors` is one zero vector unless a prompt is given: with no mask over the prompt it gives
-  the same as the 512 zero vectors to which Wan pads an empty text.
+  the same as the 512 zero vectors of a prompt that is nothing but Wan's padding.
 
 Files are read and written a tensor at a time. The peak of memory is that of the largest tensor, the
 projector's second convolution, in float32 and in the file's dtype: 1.4 GB measured, whatever the size of
