@@ -215,7 +215,9 @@ def test_the_start_equals_wan(checkpoint: Path, tmp_path: Path, transformer, vae
         assert torch.allclose(autoencoder.decode(latents), vae.decode(raw).sample, atol=1e-5)
 
 
-def test_a_prompt_of_padding_alone_is_one_zero_vector(diffusers_folder: Path, tmp_path: Path, transformer) -> None:
+def test_a_prompt_of_padding_alone_is_one_zero_vector(
+    diffusers_folder: Path, tmp_path: Path, transformer
+) -> None:
     convert_wan(diffusers_folder, tmp_path / "start", OPTIONS)
     folder = ModelFolder.open(tmp_path / "start")
     generator, prompt = folder.load_generator(), folder.load_prompt()
