@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import recavsr
-from recavsr.cli import demo, doctor, evaluate, models, route, train, upscale
+from recavsr.cli import convert, demo, doctor, evaluate, models, route, train, upscale
 from recavsr.cli.console import Console
 from recavsr.errors import InputError, PartialError
 
@@ -39,6 +39,7 @@ app.command("train")(train.command)
 app.command("doctor")(doctor.command)
 app.add_typer(models.app, name="models")
 app.add_typer(route.app, name="route")
+app.add_typer(convert.app, name="convert")
 
 
 def _version(wanted: bool) -> None:
