@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,6 +60,15 @@ class NanoTraining(nn.Module):
         self.register_buffer("latents_mean", torch.zeros(1, nano().latent_channels, 1, 1, 1))
         self.register_buffer("latents_std", torch.ones(1, nano().latent_channels, 1, 1, 1))
 
+    @classmethod
+    def starting_from(cls, path: Path | None) -> NanoTraining:
+        """Read what `save` or `export` wrote, under the schedule it was trained under; None: fresh weights."""
+        if path is None:
+            return cls()
+        model = cls(_saved_schedule(path))
+        model.load(path)
+        return model
+
     def encode(self, frames: Tensor) -> Tensor:
         """Encode HQ frames to normalised latents."""
         return (self.encoder(frames).float() - self.latents_mean) / self.latents_std
@@ -87,14 +97,11 @@ class NanoTraining(nn.Module):
         if path.is_dir():
             self._load_folder(ModelFolder.open(path))
             return
-        try:
+        with _readable(path):
             with safe_open(str(path), framework="pt") as file:
                 saved = (file.metadata() or {}).get("schedule")
             self._check_schedule(saved, path)
             self.load_state_dict(load_file(str(path)), strict=True)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise InputError(f"{path} can not be read as weights to start from: {reason}") from error
         self.set_statistics(self.latents_mean.flatten(), self.latents_std.flatten())
 
     def _load_folder(self, folder: ModelFolder) -> None:
@@ -125,6 +132,25 @@ class NanoTraining(nn.Module):
         save_model_folder(path, self.generator, self.decoder, self.prompt, vae)
         encoder = {k: v.detach().to("cpu", torch.float16) for k, v in self.encoder.state_dict().items()}
         save_file(encoder, str(path / "vae.safetensors"))  # not needed to upscale, but to train on
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while `path` is read into one line."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{path} can not be read as weights to start from: {reason}") from error
+
+
+def _saved_schedule(path: Path) -> Schedule | None:
+    """Return the schedule of a weights file or a model folder; None where it does not say."""
+    if path.is_dir():
+        return ModelFolder.open(path).generator.schedule
+    with _readable(path), safe_open(str(path), framework="pt") as file:
+        text = (file.metadata() or {}).get("schedule")
+    return None if text is None else Schedule.from_config(json.loads(text))
 
 
 def schedule_text(generator: Generator) -> str:
@@ -331,7 +357,7 @@ class NanoObjective:
         trained, loss_function = stages[name]
         self._loss = loss_function()
         self.name, self.stage, self._nano = name, stage, model
-        self.model: nn.Module = model
+        self.model = model
         self.batches = BatchSettings(clips=stage.batch, frames=stage.frames)
         model.requires_grad_(False)
         for part in trained:
@@ -340,7 +366,7 @@ class NanoObjective:
         if model.generator in trained:
             model.prompt.requires_grad_(True)
             parameters.append(model.prompt)
-        self.players: tuple[Player, ...] = (Player("nano", tuple(parameters), stage.optimizer),)
+        self.players = (Player("nano", tuple(parameters), stage.optimizer),)
 
     def advance(self, progress: float) -> None:
         """Nothing changes over a stage."""

@@ -64,9 +64,17 @@ class Objective(Protocol):
     """A training stage."""
 
     name: str
-    model: nn.Module  # everything that a checkpoint of the stage holds
     batches: BatchSettings
-    players: tuple[Player, ...]
+
+    @property
+    def model(self) -> nn.Module:
+        """Everything that a checkpoint of the stage holds."""
+        ...
+
+    @property
+    def players(self) -> tuple[Player, ...]:
+        """Who is trained."""
+        ...
 
     def advance(self, progress: float) -> None:
         """Set what changes over the stage, such as a temperature (`progress` in [0, 1]).

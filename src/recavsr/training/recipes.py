@@ -11,6 +11,7 @@ can run in separate calls. The data alone rebuilds everything (docs/training-log
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,6 +26,7 @@ from recavsr.errors import InputError
 from recavsr.training.batches import BatchSource
 from recavsr.training.distributed import World
 from recavsr.training.loop import RunSettings
+from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import (
     STAGES,
     NanoObjective,
@@ -33,8 +35,11 @@ from recavsr.training.nano import (
     compile_parts,
     measure_statistics,
 )
-from recavsr.training.objective import Objective, OptimizerSettings
+from recavsr.training.nano_stages import NanoStage1, NanoStage2, Stage1Sizes, stage2_settings
+from recavsr.training.objective import BatchSettings, Objective, OptimizerSettings
 from recavsr.training.runner import Recipe, RecipeStage, RunOptions, Setup, run_recipe
+from recavsr.training.stage1 import RouteLearning
+from recavsr.training.stage2 import Stage2Settings
 
 SECONDS = {
     "autoencoder": 300.0,
@@ -64,19 +69,22 @@ def nano_stage(name: str, run: RunSettings | None = None, stage: Stage | None = 
 
 
 def _build_nano(name: str, stage: Stage, setup: Setup) -> Objective:
-    model = NanoTraining()
-    if setup.start is not None:
-        model.load(setup.start)
-    device = setup.world.device
-    model.to(device)
+    model = _open_nano(setup)
+    distance = _lpips(setup) if stage.perceptual_weight else None
+    return NanoObjective(name, model, stage, distance)
+
+
+def _open_nano(setup: Setup) -> NanoTraining:
+    model = NanoTraining.starting_from(setup.start).to(setup.world.device)
     if setup.compiled:
         compile_parts(model)
-    distance = None
-    if stage.perceptual_weight:
-        from recavsr.evaluation.lpips import LPIPS
+    return model
 
-        distance = LPIPS(net="vgg", weights=setup.lpips).to(device)
-    return NanoObjective(name, model, stage, distance)
+
+def _lpips(setup: Setup) -> PerceptualDistance:
+    from recavsr.evaluation.lpips import LPIPS
+
+    return LPIPS(net="vgg", weights=setup.lpips).to(setup.world.device)
 
 
 def _finish_nano(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
@@ -88,6 +96,64 @@ def _finish_nano(objective: Objective, source: BatchSource, result: Path, world:
     model.save(result)
     if objective.name not in ("autoencoder", "generator", "teacher"):
         model.export(result.with_name(f"{objective.name}_model"))
+
+
+# ---------------------------------------------------------------- nano, the paper's stages
+
+
+def stage1_stage(name: str, run: RunSettings, sizes: Stage1Sizes | None = None) -> RecipeStage:
+    """Return nano's `adaptation` (every layer sees W_6) or its `routing` (the route is learned)."""
+    sizes = Stage1Sizes() if sizes is None else sizes
+
+    def build(setup: Setup) -> Objective:
+        return NanoStage1(_open_nano(setup), sizes, routing=name == "routing")
+
+    return RecipeStage(name, run, build, _finish_stage1, {"sizes": asdict(sizes)})
+
+
+def _finish_stage1(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
+    stage = cast(NanoStage1, objective)
+    if not world.leads:
+        return
+    if isinstance(stage.settings.phase, RouteLearning):
+        stage.apply_route()
+        schedule = stage.nano.generator.config.schedule.to_config()
+        result.with_name("schedule.json").write_text(json.dumps(schedule, indent=1) + "\n")
+    stage.nano.save(result)
+
+
+def stage2_stage(run: RunSettings, settings: Stage2Settings | None = None) -> RecipeStage:
+    """Return nano's Stage 2: self-rollout under the learned route, with the MSQ discriminator."""
+    settings = stage2_settings() if settings is None else settings
+
+    def build(setup: Setup) -> Objective:
+        distance = _lpips(setup) if settings.frames.perceptual_weight else None
+        return NanoStage2(_open_nano(setup), distance, settings)
+
+    return RecipeStage("stage2", run, build, _finish_stage2, {"settings": asdict(settings)})
+
+
+def _finish_stage2(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
+    if world.leads:
+        nano = cast(NanoStage2, objective).nano
+        nano.save(result)
+        nano.export(result.with_name("stage2_model"))
+
+
+def _timed(seconds: float) -> RunSettings:
+    return RunSettings(seconds=seconds, precision="bf16", sample_every=1000)
+
+
+def nano_full() -> Recipe:
+    """nano by the paper's stages, from encoder to adversarial self-rollout. 26 minutes on one large card."""
+    stages = (
+        nano_stage("autoencoder"),
+        stage1_stage("adaptation", _timed(300)),
+        stage1_stage("routing", _timed(180)),
+        nano_stage("joint"),
+        stage2_stage(_timed(360)),
+    )
+    return Recipe(_about(nano_full), stages, NANO_PAIRS)
 
 
 def nano_short() -> Recipe:
@@ -106,19 +172,30 @@ def nano_debug() -> Recipe:
     small = PairSettings(size=64, degradations=1)
     lengths = {  # steps, latents, batch, learning rate
         "autoencoder": (40, 3, 4, 2e-3),
-        "generator": (20, 8, 2, 1e-3),
-        "teacher": (16, 8, 2, 1e-3),
+        "adaptation": (16, 8, 2, 1e-3),
+        "routing": (16, 8, 2, 1e-3),
+        "generator": (16, 8, 2, 1e-3),
         "joint": (16, 8, 2, 5e-4),
-        "polish": (8, 8, 2, 2e-4),
+        "stage2": (8, 8, 2, 2e-4),
     }
     stages = []
     for name, (steps, latents, batch, rate) in lengths.items():
         optimizer = OptimizerSettings(rate, warm_up_steps=5, cool_down=0.4, average_decay=0.8)
-        stage = replace(STAGES[name](), latents=latents, batch=batch, optimizer=optimizer)
-        # LPIPS needs weights that are not in the package: the polish is done without.
-        stage = replace(stage, perceptual_weight=0.0)
         run = RunSettings(steps=steps, log_every=1, save_every=10, sample_every=steps)
-        stages.append(nano_stage(name, run, stage))
+        batches = BatchSettings(batch, 4 * latents - 3)
+        if name in STAGES:
+            stage = replace(STAGES[name](), latents=latents, batch=batch, optimizer=optimizer)
+            stages.append(nano_stage(name, run, stage))
+        elif name == "stage2":
+            # LPIPS needs weights that are not in the package: the last stage is done without.
+            made = stage2_settings()
+            generator = replace(made.generator, learning_rate=rate, first_step=2, average_decay=0.8)
+            frames = replace(made.frames, perceptual_weight=0.0)
+            settings = replace(made, batches=batches, generator=generator, frames=frames)
+            stages.append(stage2_stage(run, settings))
+        else:
+            images = replace(batches, images=4, image_fraction=0.25)
+            stages.append(stage1_stage(name, run, Stage1Sizes(images, optimizer)))
     return Recipe(_about(nano_debug), tuple(stages), small, data="exact", sample_of_data=(2, 8), checks=2)
 
 
@@ -130,7 +207,7 @@ def _about(recipe: Callable[[], Recipe]) -> str:
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (nano_short, nano_control, nano_debug)
+    recipe.__name__: recipe for recipe in (nano_full, nano_short, nano_control, nano_debug)
 }
 """What `recavsr train NAME` knows."""
 

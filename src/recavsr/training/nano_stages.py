@@ -1,0 +1,98 @@
+"""The paper's stages at nano's size: adaptation, route learning, adversarial self-rollout.
+
+Each wraps a stage of `training.stage1` or `training.stage2` around nano's networks, which it hands on
+whole: the routing stage leaves them under the schedule that it learned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from recavsr.cache_policy import CacheAction
+from recavsr.geometry import BlockPlan
+from recavsr.training.discriminator import NANO_MSQ, MSQDiscriminator
+from recavsr.training.losses import PerceptualDistance
+from recavsr.training.nano import PLAN, NanoTraining
+from recavsr.training.objective import Batch, BatchSettings, OptimizerSettings
+from recavsr.training.rollout import decode_blocks, roll_out
+from recavsr.training.stage1 import (
+    FixedScope,
+    RouteLearning,
+    Stage1Model,
+    Stage1Objective,
+    Stage1Settings,
+)
+from recavsr.training.stage2 import Stage2Model, Stage2Objective, Stage2Settings, nano_stage2
+
+ROUTE = RouteLearning(entropy_rise=(0.5, 1.0))
+"""nano's route learning: the paper's target and weights; the entropy waits until the loss has spoken."""
+
+
+@dataclass(frozen=True)
+class Stage1Sizes:
+    """What differs from run to run of nano's Stage 1."""
+
+    batches: BatchSettings = BatchSettings(clips=16, frames=53, images=64, image_fraction=0.1)  # noqa: RUF009
+    optimizer: OptimizerSettings = OptimizerSettings(5e-4, cool_down=0.4)  # noqa: RUF009
+    route: RouteLearning = ROUTE
+    one_step_share: float = 0.5
+    """Clips at time 1, where nano is used: with minutes of training the rest must not take all of them."""
+    plan: BlockPlan = PLAN
+
+    def settings(self, phase: FixedScope | RouteLearning) -> Stage1Settings:
+        """Return the settings of one phase."""
+        return Stage1Settings(self.batches, self.plan, self.optimizer, phase, self.one_step_share)
+
+
+class NanoStage1(Stage1Objective):
+    """A phase of Stage 1 that trains nano's generator and prompt on its own encoder's latents."""
+
+    def __init__(self, nano: NanoTraining, sizes: Stage1Sizes, *, routing: bool) -> None:
+        phase = sizes.route if routing else FixedScope(CacheAction(recent=6))
+        model = Stage1Model(nano.generator, nano.prompt).to(nano.prompt.device)
+        trained = [*nano.generator.parameters(), nano.prompt]
+        super().__init__(model, nano.encode, trained, sizes.settings(phase))
+        self.nano = nano
+        nano.encoder.requires_grad_(False)
+
+    def apply_route(self) -> None:
+        """Put nano's generator under the schedule that the router would export now."""
+        self.nano.generator = self.model.export_generator()
+
+
+class NanoStage2(Stage2Objective):
+    """Stage 2 of nano: generator and decoder against a discriminator on the generator's own features."""
+
+    def __init__(
+        self, nano: NanoTraining, distance: PerceptualDistance | None, settings: Stage2Settings
+    ) -> None:
+        nano.requires_grad_(False)
+        nano.generator.requires_grad_(True)
+        nano.prompt.requires_grad_(True)
+        discriminator = MSQDiscriminator.of(nano.generator, nano.prompt, NANO_MSQ)
+        model = Stage2Model(nano.generator, nano.prompt, discriminator, nano.decoder)
+        super().__init__(model, nano.encode, partial(decode_blocks, nano.decoder), distance, settings)
+        self.nano = nano
+
+    def sample(self, batch: Batch) -> Tensor:
+        """Return the frames of a rollout, for pictures."""
+        nano, plan = self.nano, self.settings.plan
+        condition = nano.generator.condition(nano.prompt)
+        noise = torch.randn_like(nano.encode(batch.hq))
+        return decode_blocks(
+            nano.decoder, roll_out(nano.generator, condition, noise, batch.lr, plan), batch.lr, plan
+        )
+
+
+def stage2_settings() -> Stage2Settings:
+    """Return the settings of nano's Stage 2: clips of 14 latents, still pixels as in the short form."""
+    settings = nano_stage2()
+    return replace(
+        settings,
+        batches=BatchSettings(clips=11, frames=53),
+        frames=replace(settings.frames, still_weight=4.0, perceptual_weight=0.06),
+    )
