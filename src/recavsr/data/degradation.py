@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -149,14 +149,15 @@ class DegradationRecord:
 
 
 def _stage_part(stage: Stage, first: int, frames: int) -> Stage:
-    walks = {
-        field.name: value[first : first + frames]
-        for field in fields(stage)
-        if isinstance(value := getattr(stage, field.name), tuple)
-    }
-    if isinstance(stage, Noise):
-        return replace(stage, **walks, seed=stage.seed + _SEED_STEP * first)
-    return replace(stage, **walks) if walks else stage
+    part = _with_walks(stage, lambda walk: walk[first : first + frames])
+    return replace(part, seed=part.seed + _SEED_STEP * first) if isinstance(part, Noise) else part
+
+
+def _with_walks(stage: Stage, change: Callable[[Walk], Walk]) -> Stage:
+    """The stage with every number that walks changed."""
+    values = {field.name: getattr(stage, field.name) for field in fields(stage)}
+    walks: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, tuple)}
+    return replace(stage, **walks)
 
 
 def _stage_from(data: dict) -> Stage:
@@ -294,7 +295,7 @@ def _realesrgan_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
     ]
     last_size = _draw_last_size(rng, 1)
     stages += [*last_size, jpegs[1]] if rng.random() < 0.5 else [jpegs[1], *last_size]
-    return [_held(stage, frames) for stage in stages]
+    return [_with_walks(stage, lambda walk: walk * frames) for stage in stages]
 
 
 def _draw_still_blur(rng: np.random.Generator, widest: float) -> Blur:
@@ -302,12 +303,6 @@ def _draw_still_blur(rng: np.random.Generator, widest: float) -> Blur:
     below = rng.random() < 0.5  # Real-ESRGAN draws shapes below and above 1 equally often
     low, high = (1, 2) if blur.kernel.startswith("plateau") else (0.5, 4)
     return replace(blur, beta=_Range(low if below else 1, 1 if below else high, 0).walk(rng, 1))
-
-
-def _held(stage: Stage, frames: int) -> Stage:
-    """A stage of one frame for `frames` frames, all alike."""
-    values = {field.name: getattr(stage, field.name) for field in fields(stage)}
-    return replace(stage, **{name: v * frames for name, v in values.items() if isinstance(v, tuple)})
 
 
 def _medium_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
@@ -791,12 +786,17 @@ def _from_planes(planes: np.ndarray, like: Tensor) -> Tensor:
     return rgb.round_().clamp_(0, 255).div_(255)
 
 
+def bitrate_scale(hq_area: int) -> float:
+    """How many times a record's bits a frame are, for clips of that many HQ pixels a frame."""
+    return hq_area / _BITRATE_AREA
+
+
 def _compress(frames: Frames, codec: Codec, hq_area: int) -> Tensor:
     """Through the codec at the first frame's size, to which the others are scaled as an encoder would."""
     size = (frames[0].shape[-2], frames[0].shape[-1])
     same = _grouped(frames, lambda clip, index: _blur_resize(clip, None, index, size, "bicubic"))
     clip = same if isinstance(same, Tensor) else torch.stack(same)
-    bits = None if codec.bits is None else codec.bits * hq_area / _BITRATE_AREA
+    bits = None if codec.bits is None else codec.bits * bitrate_scale(hq_area)
     # At one frame a second, as in RealBasicVSR, a crf is almost lossless; a viewer's clip runs at 25.
     rate = 1 if codec.crf is None else 25
     coded = code_clip(
@@ -831,17 +831,19 @@ def _grouped(
     return torch.stack(result) if same else result
 
 
+def _wanted_size(own: tuple[int, int], resize: Resize, frame: int, lr: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of one frame after a resize."""
+    if resize.to_lr:
+        return lr
+    height, width = lr if resize.of_lr else own
+    return _even(height * resize.factor[frame]), _even(width * resize.factor[frame])
+
+
 def _wanted_sizes(frames: Frames, resize: Resize | None, lr: tuple[int, int]) -> list[tuple[int, int]]:
     own = [(int(frame.shape[-2]), int(frame.shape[-1])) for frame in frames]
     if resize is None:
         return own
-    if resize.to_lr:
-        return [lr] * len(own)
-    if resize.of_lr:
-        own = [lr] * len(own)
-    return [
-        (_even(height * factor), _even(width * factor)) for (height, width), factor in zip(own, resize.factor)
-    ]
+    return [_wanted_size(size, resize, frame, lr) for frame, size in enumerate(own)]
 
 
 def _resample(frames: Frames, blur: Blur | None, resize: Resize | None, lr: tuple[int, int]) -> Frames:
