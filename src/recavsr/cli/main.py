@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import recavsr
-from recavsr.cli import degrade, demo, doctor, evaluate, models, route, upscale
+from recavsr.cli import data, degrade, demo, doctor, evaluate, models, route, upscale
 from recavsr.cli.console import Console
 from recavsr.errors import InputError, PartialError
 
@@ -37,6 +37,7 @@ app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("degrade")(degrade.command)
 app.command("doctor")(doctor.command)
+app.add_typer(data.app, name="data")
 app.add_typer(models.app, name="models")
 app.add_typer(route.app, name="route")
 
