@@ -93,7 +93,7 @@ def index(
     ] = None,
     photos: Annotated[Path | None, typer.Option(help="Folder of photos.")] = None,
     shots: Annotated[
-        str, typer.Option(help="How shots are found: auto, scenedetect, builtin (hard cuts).")
+        str, typer.Option(help="How shots are found: builtin, scenedetect, or auto: both, if installed.")
     ] = "auto",
     held_out: Annotated[int, typer.Option(min=0, help="So many videos and photos for validation.")] = 0,
     side: Annotated[int, typer.Option(min=1, help="Leave out what has a side below this.")] = 256,

@@ -1,8 +1,9 @@
 """Training data from folders as they are: videos cut into shots, photos, listed in an index without copies.
 
 `index_folders` makes the `PackIndex` that `data.clips.ClipSource` opens; its files stay where they are.
-Shots are found by PySceneDetect where it is installed (`pip install recavsr[train]`), else by
-`data.pack.find_cuts`, whose only aim is hard cuts.
+Shots end at the cuts that `data.pack.find_cuts` finds and, where it is installed
+(`pip install recavsr[train]`), at those of PySceneDetect too. Each finds cuts that the other misses, and a
+cut too many costs little: a shot becomes two.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def has_scenedetect() -> bool:
 
 
 def scenedetect_cuts(path: Path) -> tuple[list[int], int]:
-    """First frames of new shots in a video file by PySceneDetect, and the frames it counted.
+    """First frames of new shots by PySceneDetect's adaptive detector, and the frames it counted.
 
     Raises InputError if PySceneDetect is not installed or can't read the file.
     """
@@ -101,10 +102,7 @@ def index_folders(
     """
     if videos is None and photos is None:
         raise InputError("name a folder of videos or one of photos")
-    method = shots
-    if shots == "auto":
-        method = "scenedetect" if has_scenedetect() else "builtin"
-    elif shots not in SHOT_METHODS:
+    if shots not in SHOT_METHODS:
         raise InputError(f"shots are found by one of {', '.join(SHOT_METHODS)}, not {shots}")
 
     def entries(paths: list[Path], read: Callable[[Path], object]) -> list:
@@ -124,7 +122,7 @@ def index_folders(
 
     found_videos = [] if videos is None else video_files(videos)
     found_photos = [] if photos is None else photo_files(photos)
-    packed_videos: list[PackedVideo] = entries(found_videos, lambda p: _video(p, method, smallest_side))
+    packed_videos: list[PackedVideo] = entries(found_videos, lambda p: _video(p, shots, smallest_side))
     packed_photos: list[PackedPhoto] = entries(found_photos, lambda p: _photo(p, smallest_side))
     if not packed_videos and not packed_photos:
         raise InputError(f"{videos or photos}: nothing in it can be used for training")
@@ -140,7 +138,7 @@ class _Skip(Exception):
     """Why a file is not used."""
 
 
-def _video(path: Path, method: str, smallest_side: int) -> PackedVideo:
+def _video(path: Path, method: ShotMethod, smallest_side: int) -> PackedVideo:
     size, thumbnails = (0, 0), []
     for planes in decode_planes(path):
         height, width = planes.luma.shape
@@ -157,13 +155,15 @@ def _video(path: Path, method: str, smallest_side: int) -> PackedVideo:
     return PackedVideo(path.stem, str(path), "", len(thumbnails), size, size, weight, "train", shots)
 
 
-def _cuts(path: Path, method: str, thumbnails: list) -> list[int]:
-    if method == "scenedetect" and path.is_file():
-        cuts, counted = scenedetect_cuts(path)
-        if counted == len(thumbnails):
-            return cuts
+def _cuts(path: Path, method: ShotMethod, thumbnails: list) -> list[int]:
+    ours = [] if method == "scenedetect" else find_cuts(thumbnails)
+    if method == "builtin" or path.is_dir() or (method == "auto" and not has_scenedetect()):
+        return ours or find_cuts(thumbnails)
+    theirs, counted = scenedetect_cuts(path)
+    if counted != len(thumbnails):
         # It reads files by other means and may drop frames; its numbers would then name others than ours.
-    return find_cuts(thumbnails)
+        return ours or find_cuts(thumbnails)
+    return sorted({*ours, *theirs})
 
 
 def cut_at(cuts: list[int], frames: int) -> tuple[tuple[int, int], ...]:
