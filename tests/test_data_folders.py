@@ -188,13 +188,16 @@ def test_a_sharp_part_before_a_soft_background_is_sharp() -> None:
 def test_blockiness_sees_jpegs_grid_wherever_it_lies(offset: int) -> None:
     smooth = ndimage.gaussian_filter(np.random.default_rng(0).normal(size=(200, 264)), 5)
     picture = (128 + 900 * smooth).clip(0, 255).round().astype(np.uint8)
-    assert quality.blockiness(picture) < 1.2
+    assert quality.blocks(picture)[0] < 1.2
     results = []
     for level in (90, 10):
         coded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, level])[1]
-        results.append(quality.blockiness(cv2.imdecode(coded, cv2.IMREAD_GRAYSCALE)[offset:, offset:]))
-    assert results[1] > 1.5
-    assert results[1] > results[0]
+        results.append(quality.blocks(cv2.imdecode(coded, cv2.IMREAD_GRAYSCALE)[offset:, offset:]))
+    (_, fine_step), (coarse_ratio, coarse_step) = results
+    assert fine_step < 1
+    assert coarse_ratio > 1.5
+    assert coarse_step > 2
+    assert quality.blocks(picture[:20, :20]) == (1.0, 0.0)
 
 
 def test_a_report_flags_what_is_bad_and_travels_as_json(
@@ -207,6 +210,9 @@ def test_a_report_flags_what_is_bad_and_travels_as_json(
         "dark": good // 40,
         "bright": 255 - (255 - good) // 20,
         "small": good[:100],
+        "blocky": cv2.imdecode(
+            cv2.imencode(".jpg", good, [cv2.IMWRITE_JPEG_QUALITY, 4])[1], cv2.IMREAD_COLOR
+        ),
     }
     for name, picture in pictures.items():
         (tmp_path / f"{name}.png").write_bytes(encode_picture(picture, ".png"))
@@ -217,16 +223,16 @@ def test_a_report_flags_what_is_bad_and_travels_as_json(
     named = {Path(q.file).stem: q for q in report.files}
     assert (named["good"].flags, named["clip"].flags) == ((), ())
     assert named["clip"].frames == 5
-    for name in ("blurred", "dark", "bright", "small"):
+    for name in ("blurred", "dark", "bright", "small", "blocky"):
         assert name in named[name].flags
     assert [Path(file).name for file, _ in report.unreadable] == ["broken.jpg"]
-    assert {p.stem for p in report.rejected} == {"blurred", "dark", "bright", "small", "broken"}
+    assert {p.stem for p in report.rejected} == {"blurred", "dark", "bright", "small", "blocky", "broken"}
     # The command says the same, and an index leaves the rejected out.
     out = tmp_path / "report.json"
     assert run(["data", "check", str(tmp_path), "-o", str(out), "--side", "128"]) == 1
     assert QualityReport.from_json(out.read_text()) == report
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].endswith("6 measured, 4 flagged, 1 unreadable")
+    assert lines[-1].endswith("7 measured, 5 flagged, 1 unreadable")
     words = ["data", "index", str(tmp_path / "set"), "--photos", str(tmp_path), "--side", "64"]
     assert run([*words, "--quality", str(out)]) == 0
     assert [photo.name for photo in PackIndex.load(tmp_path / "set").photos] == ["good"]

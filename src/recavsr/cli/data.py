@@ -26,8 +26,9 @@ def check(
     blur: Annotated[
         float | None, typer.Option(help="Flag as blurred above this: 0 sharp, 1 nothing to see.")
     ] = None,
-    blockiness: Annotated[
-        float | None, typer.Option(help="Flag as blocky above this: 1 means no 8-pixel grid.")
+    block_step: Annotated[
+        float | None,
+        typer.Option(help="Flag as blocky above this: steps on an 8-pixel grid, in grey levels."),
     ] = None,
     clipped: Annotated[
         float | None, typer.Option(help="Flag above this share of black, or of white, pixels.")
@@ -47,7 +48,7 @@ def check(
     from recavsr.video.output import PendingOutput
 
     console = Console(json_lines)
-    wanted = {"blur": blur, "blockiness": blockiness, "clipped": clipped, "side": side}
+    wanted = {"blur": blur, "block_step": block_step, "clipped": clipped, "side": side}
     limits = replace(Limits(), **{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
 
     def show(quality: Quality) -> None:
@@ -79,8 +80,8 @@ def check(
 
 def _line(quality: Quality) -> str:
     measures = (
-        f"blur {quality.blur:.2f}, blocks {quality.blockiness:.2f}, mean {quality.mean:.2f}, "
-        f"black {quality.black:.0%}, white {quality.white:.0%}, {quality.width}x{quality.height}"
+        f"blur {quality.blur:.2f}, blocks {quality.block_step:.1f} (x{quality.blockiness:.2f}), "
+        f"mean {quality.mean:.2f}, black {quality.black:.0%}, white {quality.white:.0%}, {quality.width}x{quality.height}"
     )
     return f"{', '.join(quality.flags) or 'good'}: {quality.file} ({measures})"
 

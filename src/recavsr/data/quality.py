@@ -6,8 +6,10 @@ content: soft art, night scenes and flat graphics are flagged too, so a person l
     blur       0 (sharp) to 1: how little a 9-tap box blur changes neighbour differences (Crete et al. 2007),
                of the sharpest tenth of 64 x 64 tiles with any contrast: a soft background is no fault
     exposure   mean luma, and the shares of luma at or beyond the ends of its range
-    blockiness how much larger luma steps are across the lines of an 8-pixel grid than off it, as a ratio;
-               the grid may lie anywhere. 1: no grid. A rescaled video hides its grid, and H.264 smooths it
+    blocks     how much larger luma steps are across the lines of an 8-pixel grid than off it: as a ratio
+               (`blockiness`, 1: no grid) and in grey levels (`block_step`). Fine JPEGs have a grid that
+               nobody sees, and detailed pictures large steps: only both together are flagged. The grid may
+               lie anywhere, but a rescaled video hides it, and H.264 smooths it
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,11 +33,12 @@ _LEAST_CONTRAST = 4.0  # deviation of a tile's luma, in grey levels; flatter til
 
 @dataclass(frozen=True)
 class Limits:
-    """What is flagged: blur or blockiness above, side (pixels), mean luma (0 to 1) outside, and shares of
-    black or white pixels above."""
+    """What is flagged: blur above; blockiness and block_step (grey levels) both above; a side (pixels) below;
+    mean luma (0 to 1) outside; shares of black or of white pixels above."""
 
     blur: float = 0.38
     blockiness: float = 1.25
+    block_step: float = 1.5
     darkest: float = 0.06
     brightest: float = 0.92
     clipped: float = 0.35
@@ -52,6 +56,7 @@ class Quality:
     frames: int
     blur: float
     blockiness: float
+    block_step: float
     mean: float
     black: float
     white: float
@@ -95,38 +100,41 @@ def _box(picture: np.ndarray, axis: int) -> np.ndarray:
     return ((ends[0] - ends[1]) / 9).astype(np.float32)
 
 
-def blockiness(luma: np.ndarray) -> float:
-    """How much steps on an 8-pixel grid exceed those off it, the larger of rows and columns; 1: no more."""
-    ratios = []
+def blocks(luma: np.ndarray) -> tuple[float, float]:
+    """How much steps on an 8-pixel grid exceed those off it, as a ratio and in grey levels; (1, 0): no grid.
+
+    Of rows and columns, those with the larger steps.
+    """
+    found = [(1.0, 0.0)]
     for axis in (0, 1):
-        # Second differences: a ramp has none, an edge between blocks has.
+        # Second differences: a ramp has none. A grid line makes two, one on either side.
         steps = np.abs(np.diff(luma.astype(np.float32), 2, axis=axis)).mean(1 - axis)
         if len(steps) < 32:
             continue
-        # A grid line at x makes second differences at x - 1 and x large: sum the pair.
-        pair = steps[:-1] + steps[1:]
-        by_place = np.array([np.median(pair[place::8]) for place in range(8)])
-        best = int(by_place.argmax())
-        rest = [by_place[(best + k) % 8] for k in (2, 3, 4, 5, 6)]
-        ratios.append(float((by_place[best] + 0.1) / (np.mean(rest) + 0.1)))
-    return max(ratios, default=1.0)
+        pairs = (steps[:-1] + steps[1:]) / 2
+        by_place = np.array([np.median(pairs[place::8]) for place in range(8)])
+        grid = int(by_place.argmax())
+        off_grid = by_place[[(grid + k) % 8 for k in (2, 3, 4, 5, 6)]].mean()
+        excess = float(by_place[grid] - off_grid)
+        found.append((1 + excess / (float(off_grid) + 0.1), excess))
+    return max(found, key=lambda pair: pair[1])
 
 
 def measure(frames: Iterable[Planes]) -> Quality:
-    """Measures of a file's frames: medians over the frames for blur and blockiness, means for exposure."""
+    """Measures of a file's frames: medians over the frames for blur and blocks, means for exposure."""
     rows, size, count = [], (0, 0), 0
     for planes in frames:
         luma, count, size = planes.luma, count + 1, planes.luma.shape
         low, high = (0, 255) if planes.full_range else (16, 235)
         black, white = ((luma <= low + 2).mean(), (luma >= high - 2).mean())
         mean = (luma.mean() - low) / (high - low)
-        rows.append((blur(luma), blockiness(luma), mean, black, white))
+        rows.append((blur(luma), *blocks(luma), mean, black, white))
     if not rows:
         raise InputError("there is no picture in it")
     table = np.array(rows)
-    medians, means = np.median(table[:, :2], 0), table[:, 2:].mean(0)
-    blurred, blocks, mean, black, white = (round(float(value), 4) for value in (*medians, *means))
-    return Quality("", size[1], size[0], count, blurred, blocks, mean, black, white)
+    medians, means = np.median(table[:, :3], 0), table[:, 3:].mean(0)
+    values: list[Any] = [round(float(value), 4) for value in (*medians, *means)]
+    return Quality("", size[1], size[0], count, *values)
 
 
 def flags(quality: Quality, limits: Limits) -> tuple[str, ...]:
@@ -134,7 +142,7 @@ def flags(quality: Quality, limits: Limits) -> tuple[str, ...]:
     found = {
         "small": min(quality.width, quality.height) < limits.side,
         "blurred": quality.blur > limits.blur,
-        "blocky": quality.blockiness > limits.blockiness,
+        "blocky": quality.blockiness > limits.blockiness and quality.block_step > limits.block_step,
         "dark": quality.mean < limits.darkest,
         "bright": quality.mean > limits.brightest,
         "clipped": max(quality.black, quality.white) > limits.clipped,
