@@ -81,7 +81,8 @@ def check(
 def _line(quality: Quality) -> str:
     measures = (
         f"blur {quality.blur:.2f}, blocks {quality.block_step:.1f} (x{quality.blockiness:.2f}), "
-        f"mean {quality.mean:.2f}, black {quality.black:.0%}, white {quality.white:.0%}, {quality.width}x{quality.height}"
+        f"mean {quality.mean:.2f}, black {quality.black:.0%}, white {quality.white:.0%}, "
+        f"{quality.width}x{quality.height}"
     )
     return f"{', '.join(quality.flags) or 'good'}: {quality.file} ({measures})"
 
