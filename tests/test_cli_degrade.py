@@ -139,6 +139,7 @@ def test_a_bad_file_of_a_folder_is_named_and_the_rest_is_done(
     [
         (["clip.mp4", "o.mp4", "--preset", "awful"], "choose one of mild, medium, heavy"),
         (["nothing.mp4", "o.mp4"], "no such file"),
+        (["nothing.mp4", "o", "--pairs"], "no such file"),
         (["clip.mp4", "o.txt"], "can't write .txt"),
         (["clip.mp4", "clip.mp4", "--overwrite"], "is the source itself"),
         (["photo.png", "o.png", "--scale", "40"], "too small to shrink by 40"),

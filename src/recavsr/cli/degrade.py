@@ -97,7 +97,10 @@ def _targets(source: Path, output: Path, record: Path | None, *, pairs: bool) ->
     from dataclasses import replace
 
     from recavsr.data.degrade_files import Targets, folder_targets, source_targets
+    from recavsr.video.source import resolve
 
+    if not source.is_dir():
+        resolve(source)  # refuses what is not there before any folder is made
     if source.is_dir() and output.exists() and output.resolve() == source.resolve():
         raise InputError(f"{output}: is the source folder itself; choose another one")
     if source.is_dir() or pairs:
