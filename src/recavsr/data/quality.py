@@ -38,7 +38,7 @@ class Limits:
 
     blur: float = 0.38
     blockiness: float = 1.25
-    block_step: float = 1.5
+    block_step: float = 2.0
     darkest: float = 0.06
     brightest: float = 0.92
     clipped: float = 0.35
