@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from recavsr.data import degradation as D
 from recavsr.errors import InputError
+from recavsr.evaluation import protocol
 
 cv2 = pytest.importorskip("cv2")
 
@@ -203,6 +205,7 @@ def test_heavy_is_realbasicvsrs_pipeline() -> None:
         assert [s.to_lr for s in record.stages if isinstance(s, D.Resize)] == [False, False, True]
         check_walk(record.stages[0].sigma_x, 0.2, 3, 0.02)
         check_walk(record.stages[1].factor, 0.15, 1.5, 0.015)
+        assert len(set(record.stages[1].factor)) > 1  # "keep" walks too, from 1 on
         check_walk(record.stages[second].factor, 0.3, 1.2, 0.03)
         if second == 6:
             check_walk(record.stages[5].sigma_x, 0.2, 1.5, 0.02)
@@ -225,8 +228,48 @@ def test_heavy_is_realbasicvsrs_pipeline() -> None:
     assert last_is_codec == pytest.approx(0.5, abs=0.12)
 
 
-def test_light_and_medium_cover_the_test_degradations() -> None:
-    for preset, sigma, noise, quality in (("light", 0.8, 1.5, 80), ("medium", 1.8, 7, 70)):
+def test_realbasicvsrs_shot_noise_is_that_of_grey_levels() -> None:
+    heavy, published = draws("heavy", 40), draws("realbasicvsr", 40)
+    for a, b in zip(heavy, published):
+        assert [type(s) for s in a.stages] == [type(s) for s in b.stages]
+    levels = [max(s.level) for s in stages(published, D.Noise) if s.kind == "poisson"]
+    assert max(levels) <= 3 / 255**0.5 + 1e-5
+    # A grey-level picture of value v with 256 distinct values has variance v / 256, in grey levels.
+    ramp = torch.arange(256).repeat(3, 64, 1).reshape(1, 3, 128, 128).float() / 255
+    noise = (D._add_noise(ramp, D.Noise("poisson", False, (255**-0.5,), 1), [0]) - ramp) * 255
+    bright = (ramp > 0.8) & (ramp < 1)
+    assert noise[bright].var() == pytest.approx(float(ramp[bright].mean()) * 255 / 256, rel=0.1)
+
+
+def test_realesrgan_has_no_codec_and_holds_every_number() -> None:
+    records = draws("realesrgan")
+    for record in records:
+        kinds = [type(stage).__name__ for stage in record.stages]
+        assert kinds[:4] == ["Blur", "Resize", "Noise", "Jpeg"]
+        second = 5 if kinds[4] == "Blur" else 4
+        assert kinds[second : second + 2] == ["Resize", "Noise"]
+        assert sorted(kinds[second + 2 :]) in (["Blur", "Jpeg", "Resize"], ["Jpeg", "Resize"])
+        # Quality never falls between the last resize and its sinc.
+        last = kinds[second + 2 :]
+        assert "Blur" not in last or last.index("Blur") == last.index("Resize") + 1
+        assert [s.of_lr for s in record.stages if isinstance(s, D.Resize)] == [False, True, False]
+        for stage in record.stages:
+            for value in dataclasses.asdict(stage).values():
+                assert not isinstance(value, tuple) or len(set(value)) == 1
+    assert all(s.clip for s in stages(records, D.Noise))
+    first = [record.stages[0] for record in records]
+    betas = np.array([b.beta[0] for b in first if b.kernel.startswith("generalized")])
+    assert np.mean(betas < 1) == pytest.approx(0.5, abs=0.3)
+    assert sum(type(r.stages[-1]).__name__ == "Jpeg" for r in records) / 300 == pytest.approx(0.5, abs=0.12)
+
+
+def test_the_second_resize_of_realesrgan_is_of_the_lr_size() -> None:
+    frames = D._resample(scene(1), None, D.Resize("area", still(1.2), of_lr=True), (24, 20))
+    assert tuple(frames.shape[-2:]) == (28, 24)
+
+
+def test_mild_and_medium_cover_the_test_degradations() -> None:
+    for preset, sigma, noise, quality in (("mild", 0.8, 1.5, 80), ("medium", 1.8, 7, 70)):
         records = draws(preset)
         blurs, jpegs = stages(records, D.Blur), stages(records, D.Jpeg)
         noises = [s for s in stages(records, D.Noise) if s.kind == "gaussian"]
@@ -278,41 +321,68 @@ def test_harder_presets_are_harder() -> None:
         clip, D.DegradationRecord("none", 4, 5, (D.Resize("area", still(1, 5), True),))
     ).float()
     errors = {}
-    for name in D.PRESETS:
+    for name in D.TRAINING_MIX:
         lrs = [
             D.apply_degradation(clip, D.sample_degradation(np.random.default_rng(i), name, 5))
             for i in range(24)
         ]
         errors[name] = float(np.mean([(lr.float() - target).abs().mean() for lr in lrs]))
-    assert errors["light"] < 0.7 * errors["medium"]
+    assert errors["mild"] < 0.7 * errors["medium"]
     assert errors["medium"] < 0.8 * errors["heavy"]
 
 
 @pytest.mark.parametrize("name", ["mild", "heavy"])
-def test_fixed_degradations_follow_their_definition(name: str) -> None:
-    clip = F.interpolate(scene(3), size=(320, 320), mode="bilinear")
-    record = D.fixed_degradation(name, 3)
-    sigma, interpolation, noise, quality = {
-        "mild": (0.8, cv2.INTER_AREA, 1.5, 80),
-        "heavy": (1.8, cv2.INTER_LINEAR, 7.0, 70),
-    }[name]
+def test_fixed_degradations_are_the_protocols(name: str) -> None:
+    """The protocol makes them with OpenCV; the record gives the same, noise and codec apart."""
+    clip = (F.interpolate(scene(3), size=(320, 320), mode="bilinear") * 255).round() / 255
+    fixed = D.FIXED_DEGRADATIONS[name]
+    record = fixed.record(3)
     noises, codecs = (stages([record], kind) for kind in (D.Noise, D.Codec))
-    assert [(s.kind, s.grey, s.level) for s in noises] == [("gaussian", False, still(noise, 3))]
-    assert [(s.codec, s.crf) for s in codecs] == ([] if name == "mild" else [("libx264", 27.0)])
-    rest = tuple(stage for stage in record.stages if not isinstance(stage, D.Noise | D.Codec))
-    ours = D.apply_degradation(clip, dataclasses.replace(record, stages=rest))
-    for frame, lr in zip(clip, ours):
-        blurred = cv2.GaussianBlur(as_image(frame), (0, 0), sigma, borderType=cv2.BORDER_REFLECT_101)
-        small = cv2.resize(blurred, (80, 80), interpolation=interpolation).round().astype(np.uint8)
-        coded = cv2.imencode(".jpg", small[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-        theirs = cv2.imdecode(coded, cv2.IMREAD_COLOR)[..., ::-1].astype(np.float32)
-        assert np.abs(lr.permute(1, 2, 0).numpy() - theirs).mean() < 1.0
+    assert [(s.kind, s.grey, s.level) for s in noises] == [("gaussian", False, still(fixed.noise, 3))]
+    assert [(s.codec, s.crf) for s in codecs] == ([] if fixed.crf is None else [("libx264", fixed.crf)])
+    quiet = dataclasses.replace(fixed, noise=0.0, crf=None)
+    truth = np.stack([as_image(frame) for frame in clip]).round().astype(np.uint8)
+    theirs = protocol.degrade(truth, quiet, Fraction(25), 0).astype(np.float32)
+    ours = D.apply_degradation(clip, quiet.record(3))
+    assert np.abs(ours.permute(0, 2, 3, 1).numpy() - theirs).mean() < 1.0
     whole = D.apply_degradation(clip, record).float()
-    assert noise / 3 < (whole - ours.float()).std() < 2.5 * noise
+    assert fixed.noise / 3 < (whole - ours.float()).std() < 2.5 * fixed.noise
+    assert D.fixed_degradation(name, 3) == record
+
+
+def test_parts_of_a_record_degrade_parts_of_the_clip() -> None:
+    clip = scene(6)
+    kinds = (D.Blur, D.Resize, D.Noise, D.Jpeg)
+    record = D.sample_degradation(np.random.default_rng(4), "heavy", 6)
+    record = dataclasses.replace(record, stages=tuple(s for s in record.stages if isinstance(s, kinds)))
+    parts = [D.apply_degradation(clip[i : i + 2], record.part(i, 2)) for i in (0, 2, 4)]
+    noiseless = dataclasses.replace(record, stages=tuple(s for s in record.stages if type(s) is not D.Noise))
+    whole = D.apply_degradation(clip, noiseless)
+    quiet = [D.apply_degradation(clip[i : i + 2], noiseless.part(i, 2)) for i in (0, 2, 4)]
+    # A blur's number of rank-one terms depends on all of its kernels: half a grey level.
+    assert (torch.cat(quiet).int() - whole.int()).abs().max() <= 4
+    assert (torch.cat(quiet).int() - whole.int()).abs().float().mean() < 0.1
+    noise = [(part.float() - q.float()) for part, q in zip(parts, quiet)]
+    assert abs(float((noise[0] * noise[1]).mean() / noise[0].std() / noise[1].std())) < 0.3
+    assert record.part(2, 3).part(1, 2) == record.part(3, 2)
+    with pytest.raises(InputError, match="has no 3 frames from 4 on"):
+        record.part(4, 3)
+
+
+@pytest.mark.parametrize("preset", D.PRESETS)
+def test_a_picture_is_a_clip_of_one_frame(preset: str) -> None:
+    image = scene(1)[0]
+    record = D.sample_degradation(np.random.default_rng(2), preset, 1)
+    lr = D.degrade_image(image, record)
+    assert lr.shape == (3, 24, 24)
+    assert lr.dtype == torch.uint8
+    assert torch.equal(lr, D.degrade_image(image, D.DegradationRecord.from_json(record.to_json())))
+    area = F.avg_pool2d(image[None] * 255, 4)[0]
+    assert (lr - area).abs().mean() < 40
 
 
 def test_bad_requests_are_refused() -> None:
-    with pytest.raises(InputError, match="choose one of light, medium, heavy"):
+    with pytest.raises(InputError, match="choose one of mild, medium, heavy"):
         D.sample_degradation(np.random.default_rng(0), "awful", 5)
     with pytest.raises(InputError, match="mild or heavy"):
         D.fixed_degradation("medium", 5)
@@ -361,7 +431,7 @@ def test_lr_lies_exactly_over_hq(scale: int, name: str) -> None:
 def test_degradation_does_not_move_the_picture(preset: str) -> None:
     clip = scene(5, size=128)
     shifts = []
-    for seed in range(8):
+    for seed in range(5):
         lr = D.apply_degradation(clip, D.sample_degradation(np.random.default_rng(seed), preset, 5))
         up = F.interpolate(lr.float() / 255, size=(128, 128), mode="bilinear")
         shifts.append(measured_shift(clip.mean(0), up.mean(0)))

@@ -389,7 +389,7 @@ def test_pool_without_workers(pack: Path, cache: Path, source: ClipSource) -> No
 
 
 def test_new_records_replace_the_oldest(pack: Path, cache: Path) -> None:
-    only4 = PairSettings(frames=FRAMES, size=SIZE, scales={4: 1.0}, degradations=1, presets={"light": 1.0})
+    only4 = PairSettings(frames=FRAMES, size=SIZE, scales={4: 1.0}, degradations=1, presets={"mild": 1.0})
     with TrainingPool(pack, "cpu", 0, 4, settings=only4, cache=cache) as pool:
         pool.fill(4)
         before = pool._rings[4].lr.clone()
@@ -402,7 +402,7 @@ def test_new_records_replace_the_oldest(pack: Path, cache: Path) -> None:
 def test_windows_stay_in_step(pack: Path, cache: Path) -> None:
     """A window's HQ and LR show the same frames: their difference is smallest without a shift in time."""
     settings = PairSettings(
-        frames=FRAMES, size=SIZE, scales={2: 1.0}, presets={"light": 1.0}, video_fraction=1.0
+        frames=FRAMES, size=SIZE, scales={2: 1.0}, presets={"mild": 1.0}, video_fraction=1.0
     )
     with TrainingPool(pack, "cpu", 0, 16, settings=settings, cache=cache) as pool:
         pool.fill(16)

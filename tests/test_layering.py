@@ -97,7 +97,10 @@ def test_importing_the_package_is_light() -> None:
     assert not modules_after("import recavsr") & {"torch", "av", "numpy", "typer"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["upscale", "--help"], ["--version"], ["models"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["upscale", "--help"], ["degrade", "--help"], ["data", "--help"], ["--version"], ["models"]],
+)
 def test_help_is_light(arguments: list[str]) -> None:
     loaded = modules_after(f"from recavsr.cli.main import run\nassert run({arguments!r}) == 0")
     assert "recavsr.cli.main" in loaded

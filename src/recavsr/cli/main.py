@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import recavsr
-from recavsr.cli import convert, demo, doctor, evaluate, models, route, train, upscale
+from recavsr.cli import convert, data, degrade, demo, doctor, evaluate, models, route, train, upscale
 from recavsr.cli.console import Console
 from recavsr.errors import InputError, PartialError
 
@@ -36,7 +36,9 @@ app.command("upscale")(upscale.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("train")(train.command)
+app.command("degrade")(degrade.command)
 app.command("doctor")(doctor.command)
+app.add_typer(data.app, name="data")
 app.add_typer(models.app, name="models")
 app.add_typer(route.app, name="route")
 app.add_typer(convert.app, name="convert")

@@ -208,7 +208,9 @@ def _to_rgb(planes: Planes, size: tuple[int, int] | None = None) -> Tensor:
     height, width = luma.shape[-2:]
     if size is None or size == (height, width):
         size = (height, width)
-        double = F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)
+        double = chroma
+        if chroma.shape[-2:] != luma.shape[-2:]:
+            double = F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)
         chroma = double[..., :height, :width]
     else:
         luma = F.interpolate(luma, size=size, mode="bicubic", antialias=True, align_corners=False)
@@ -352,7 +354,7 @@ class ClipSource:
         folder = Path(folder).resolve()
         index = PackIndex.load(folder)
         files = [video.file for video in index.videos] + [photo.file for photo in index.photos]
-        missing = [file for file in files if not (folder / file).is_file()]
+        missing = [file for file in files if not (folder / file).exists()]
         if missing:
             raise InputError(
                 f"{folder}: {len(missing)} files missing, such as {missing[0]}; copy all parts of the pack"

@@ -6,6 +6,10 @@ either order. Kinds (kernel, filter, codec) are drawn once a clip; their numbers
 frame to frame. `sample_degradation` draws a `DegradationRecord`, `apply_degradation` is a pure
 function of (clip, record): on CPU the same record gives the same pixels bit for bit. A record is
 JSON and does not depend on the clip's size: sizes are factors, bitrates are per 256x256 HQ pixels.
+A picture is a clip of one frame (`degrade_image`).
+
+Presets: "mild" (clean small video), "medium", "heavy" (RealBasicVSR's, with the stronger shot noise of
+Real-ESRGAN), "realbasicvsr" (as published) and "realesrgan" (Wang et al. 2021: no codec, nothing walks).
 
 T frames, H W rows and columns, R rank-one terms of a blur kernel. Clips are float [T, 3, H, W] in
 [0, 1]; they may leave that range between a noise and the next 8-bit stage.
@@ -16,9 +20,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,15 +33,17 @@ from torch.nn import functional as F
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import code_clip
 
-PRESETS = ("light", "medium", "heavy")
-TRAINING_MIX = {"light": 0.35, "medium": 0.45, "heavy": 0.20}
+PRESETS = ("mild", "medium", "heavy", "realbasicvsr", "realesrgan")
+TRAINING_MIX = {"mild": 0.35, "medium": 0.45, "heavy": 0.20}
 SCALE_MIX = {4: 0.8, 3: 0.1, 2: 0.1}
 FILTERS = ("bilinear", "area", "bicubic", "antialiased")
+_RANDOM_FILTERS = FILTERS[:3]  # what the published pipelines draw from
 
 KERNELS = ("iso", "aniso", "generalized_iso", "generalized_aniso", "plateau_iso", "plateau_aniso", "sinc")
 _KERNEL_ODDS = (0.405, 0.225, 0.108, 0.027, 0.108, 0.027, 0.1)
 _CODECS = ("libx264", "libx264", "mpeg4")  # RealBasicVSR's libx264, h264 (the same encoder here), mpeg4
 _BITRATE_AREA = 256 * 256  # HQ pixels that RealBasicVSR's bitrates were made for
+_SEED_STEP = 7919  # between the noise seeds of two frames
 
 Walk = tuple[float, ...]
 
@@ -60,21 +67,29 @@ class Blur:
 
 @dataclass(frozen=True)
 class Resize:
-    """Scale each frame by its factor (sizes rounded to even), or, with `to_lr`, to the LR size."""
+    """Scale each frame by its factor (sizes rounded to even), or, with `to_lr`, to the LR size.
+
+    `of_lr`: the factor is of the LR size (Real-ESRGAN's second resize), not of the frame's own.
+    """
 
     filter: str
     factor: Walk
     to_lr: bool = False
+    of_lr: bool = False
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Fresh in each frame. Gaussian: level is sigma in 8-bit steps; Poisson: a factor on the shot noise."""
+    """Fresh in each frame. Gaussian: level is sigma in 8-bit steps; Poisson: a factor on the shot noise.
+
+    Shot noise is that of a picture in [0, 1]. `clip`: the result is cut to [0, 1] at once (Real-ESRGAN).
+    """
 
     kind: str
     grey: bool
     level: Walk
     seed: int
+    clip: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,14 @@ class DegradationRecord:
     frames: int
     stages: tuple[Stage, ...]
 
+    def part(self, first: int, frames: int) -> DegradationRecord:
+        """The record of frames `first` to `first + frames` of the clip: for clips too long for one piece."""
+        if not 0 <= first <= first + frames <= self.frames:
+            raise InputError(f"a record of {self.frames} frames has no {frames} frames from {first} on")
+        return replace(
+            self, frames=frames, stages=tuple(_stage_part(stage, first, frames) for stage in self.stages)
+        )
+
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal record."""
         stages = [{"stage": type(stage).__name__.lower(), **asdict(stage)} for stage in self.stages]
@@ -123,6 +146,18 @@ class DegradationRecord:
             raise InputError(
                 f"not a degradation record ({error}); make it with DegradationRecord.to_json"
             ) from error
+
+
+def _stage_part(stage: Stage, first: int, frames: int) -> Stage:
+    part = _with_walks(stage, lambda walk: walk[first : first + frames])
+    return replace(part, seed=part.seed + _SEED_STEP * first) if isinstance(part, Noise) else part
+
+
+def _with_walks(stage: Stage, change: Callable[[Walk], Walk]) -> Stage:
+    """The stage with every number that walks changed."""
+    values = {field.name: getattr(stage, field.name) for field in fields(stage)}
+    walks: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, tuple)}
+    return replace(stage, **walks)
 
 
 def _stage_from(data: dict) -> Stage:
@@ -151,8 +186,8 @@ class _Range:
     high: float
     step: float  # largest change from one frame to the next
 
-    def walk(self, rng: np.random.Generator, frames: int) -> Walk:
-        value = rng.uniform(self.low, self.high)
+    def walk(self, rng: np.random.Generator, frames: int, start: float | None = None) -> Walk:
+        value = rng.uniform(self.low, self.high) if start is None else start
         steps = rng.uniform(-self.step, self.step, frames - 1)
         values = [value]
         for change in steps:
@@ -188,11 +223,10 @@ def _draw_resize(
     rng: np.random.Generator, frames: int, odds: Sequence[float], low: float, high: float, step: float
 ) -> Resize:
     direction = rng.choice(("up", "down", "keep"), p=odds)
-    name = str(rng.choice(("bilinear", "area", "bicubic")))
-    if direction == "keep":
-        return Resize(name, (1.0,) * frames)
-    bounds = _Range(1, high, step) if direction == "up" else _Range(low, 1, step)
-    return Resize(name, bounds.walk(rng, frames))
+    name = str(rng.choice(_RANDOM_FILTERS))
+    start = 1.0 if direction == "keep" else rng.uniform(*((1, high) if direction == "up" else (low, 1)))
+    # Whatever the direction, the walk may cross 1: its range is the whole one.
+    return Resize(name, _Range(low, high, step).walk(rng, frames, start))
 
 
 def _draw_noise(
@@ -207,11 +241,12 @@ def _draw_codec(rng: np.random.Generator) -> Codec:
     return Codec(str(rng.choice(_CODECS)), None, float(rng.integers(10_000, 100_001)), "veryfast")
 
 
-def _heavy_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+def _heavy_stages(rng: np.random.Generator, frames: int, shot: float = 1.0) -> list[Stage]:
+    """RealBasicVSR's stages; `shot` is the unit of its Poisson scales."""
     stages: list[Stage] = [
         _draw_blur(rng, frames, _Range(0.2, 3, 0.02)),
         _draw_resize(rng, frames, (0.2, 0.7, 0.1), 0.15, 1.5, 0.015),
-        _draw_noise(rng, frames, _Range(1, 30, 0.1), _Range(0.05, 3, 0.005)),
+        _draw_noise(rng, frames, _Range(1, 30, 0.1), _Range(0.05 * shot, 3 * shot, 0.005 * shot)),
         Jpeg(_Range(30, 95, 3).walk(rng, frames)),
         _draw_codec(rng),
     ]
@@ -219,21 +254,55 @@ def _heavy_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
         stages.append(_draw_blur(rng, frames, _Range(0.2, 1.5, 0.02)))
     stages += [
         _draw_resize(rng, frames, (0.3, 0.4, 0.3), 0.3, 1.2, 0.03),
-        _draw_noise(rng, frames, _Range(1, 25, 0.1), _Range(0.05, 2.5, 0.005)),
+        _draw_noise(rng, frames, _Range(1, 25, 0.1), _Range(0.05 * shot, 2.5 * shot, 0.005 * shot)),
         Jpeg(_Range(30, 95, 3).walk(rng, frames)),
     ]
-    last_size: list[Stage] = [
-        Resize(str(rng.choice(("bilinear", "area", "bicubic"))), (1.0,) * frames, to_lr=True)
-    ]
-    if rng.random() < 0.8:
-        size = int(rng.choice(range(7, 22, 2)))
-        omega = _Range(math.pi / 3, math.pi, 0.0628).walk(rng, frames)
-        unused = (1.0,) * frames
-        last_size.append(Blur("sinc", size, unused, unused, unused, unused, omega))
+    last_size = _draw_last_size(rng, frames)
     groups: list[list[Stage]] = [[_draw_codec(rng)], last_size]
     if rng.random() < 0.5:
         groups.reverse()
     return stages + groups[0] + groups[1]
+
+
+def _draw_last_size(rng: np.random.Generator, frames: int) -> list[Stage]:
+    """The resize to the LR size, followed by a sinc blur in four of five clips."""
+    stages: list[Stage] = [Resize(str(rng.choice(_RANDOM_FILTERS)), (1.0,) * frames, to_lr=True)]
+    if rng.random() < 0.8:
+        size = int(rng.choice(range(7, 22, 2)))
+        omega = _Range(math.pi / 3, math.pi, 0.0628).walk(rng, frames)
+        unused = (1.0,) * frames
+        stages.append(Blur("sinc", size, unused, unused, unused, unused, omega))
+    return stages
+
+
+def _realbasicvsr_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+    # Its code draws shot noise in grey levels, where counts are 255 times larger than in [0, 1].
+    return _heavy_stages(rng, frames, shot=255**-0.5)
+
+
+def _realesrgan_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+    """Real-ESRGAN's stages, drawn for one picture and held for all frames (it has no notion of time)."""
+    blurs = [_draw_still_blur(rng, 3.0)] + ([_draw_still_blur(rng, 1.5)] if rng.random() < 0.8 else [])
+    jpegs = [Jpeg(_Range(30, 95, 0).walk(rng, 1)) for _ in range(2)]
+    stages: list[Stage] = [
+        blurs[0],
+        _draw_resize(rng, 1, (0.2, 0.7, 0.1), 0.15, 1.5, 0),
+        replace(_draw_noise(rng, 1, _Range(1, 30, 0), _Range(0.05, 3, 0)), clip=True),
+        jpegs[0],
+        *blurs[1:],
+        replace(_draw_resize(rng, 1, (0.3, 0.4, 0.3), 0.3, 1.2, 0), of_lr=True),
+        replace(_draw_noise(rng, 1, _Range(1, 25, 0), _Range(0.05, 2.5, 0)), clip=True),
+    ]
+    last_size = _draw_last_size(rng, 1)
+    stages += [*last_size, jpegs[1]] if rng.random() < 0.5 else [jpegs[1], *last_size]
+    return [_with_walks(stage, lambda walk: walk * frames) for stage in stages]
+
+
+def _draw_still_blur(rng: np.random.Generator, widest: float) -> Blur:
+    blur = _draw_blur(rng, 1, _Range(0.2, widest, 0))
+    below = rng.random() < 0.5  # Real-ESRGAN draws shapes below and above 1 equally often
+    low, high = (1, 2) if blur.kernel.startswith("plateau") else (0.5, 4)
+    return replace(blur, beta=_Range(low if below else 1, 1 if below else high, 0).walk(rng, 1))
 
 
 def _medium_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
@@ -257,7 +326,7 @@ def _medium_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
     return stages
 
 
-def _light_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+def _mild_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
     stages: list[Stage] = []
     if rng.random() < 0.8:
         stages.append(
@@ -280,6 +349,15 @@ def _light_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
     return stages
 
 
+_DRAWS: dict[str, Callable[[np.random.Generator, int], list[Stage]]] = {
+    "mild": _mild_stages,
+    "medium": _medium_stages,
+    "heavy": _heavy_stages,
+    "realbasicvsr": _realbasicvsr_stages,
+    "realesrgan": _realesrgan_stages,
+}
+
+
 def draw_preset(rng: np.random.Generator) -> str:
     """A preset's name by the shares of `TRAINING_MIX`."""
     return str(rng.choice(tuple(TRAINING_MIX), p=tuple(TRAINING_MIX.values())))
@@ -295,40 +373,62 @@ def sample_degradation(
 ) -> DegradationRecord:
     """Draw how a clip of `frames` frames is degraded.
 
-    preset: "light" (clean small video: mild blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24),
-    "medium" (blur to 2.2, noise to 10, JPEG 55 to 95, H.264 crf 18 to 32) or "heavy" (RealBasicVSR in
-    full). Raises InputError for another name.
+    preset: "mild" (clean small video: mild blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24),
+    "medium" (blur to 2.2, noise to 10, JPEG 55 to 95, H.264 crf 18 to 32), "heavy" (RealBasicVSR in
+    full, Poisson noise in [0, 1]), "realbasicvsr" (the same with Poisson noise in grey levels, as its code
+    has it: 16 times weaker) or "realesrgan". Raises InputError for another name.
     """
-    draw = {"light": _light_stages, "medium": _medium_stages, "heavy": _heavy_stages}.get(preset)
+    draw = _DRAWS.get(preset)
     if draw is None:
         raise InputError(f"unknown degradation preset {preset!r}; choose one of {', '.join(PRESETS)}")
     return DegradationRecord(preset, scale, frames, tuple(draw(rng, frames)))
 
 
-def fixed_degradation(name: str, frames: int, scale: int = 4, seed: int = 0) -> DegradationRecord:
-    """The two fixed degradations that result tables use: "mild" and "heavy".
+@dataclass(frozen=True)
+class FixedDegradation:
+    """A degradation without draws, for result tables: blur, resize to LR, noise, JPEG, perhaps H.264.
 
-    mild: Gaussian blur 0.8, area, noise 1.5, JPEG 80. heavy: blur 1.8, bilinear, noise 7, JPEG 70,
-    H.264 crf 27.
+    blur: sigma in HQ pixels; resize: filter; noise: sigma in 8-bit steps; jpeg: quality; crf: of libx264,
+    or None for no codec.
     """
-    fixed = {"mild": (0.8, "area", 1.5, 80.0, None), "heavy": (1.8, "bilinear", 7.0, 70.0, 27.0)}
-    if name not in fixed:
+
+    name: str
+    blur: float
+    resize: Literal["area", "bilinear"]
+    noise: float
+    jpeg: int
+    crf: int | None
+
+    def record(self, frames: int, scale: int = 4, seed: int = 0) -> DegradationRecord:
+        """The record for a clip of `frames` frames; `seed` is the noise's."""
+
+        def still(value: float) -> Walk:
+            return (float(value),) * frames
+
+        size = 2 * math.ceil(4 * self.blur) + 1
+        stages: list[Stage] = [
+            Blur("iso", size, still(self.blur), still(self.blur), still(0), still(1), still(1)),
+            Resize(self.resize, still(1), to_lr=True),
+            Noise("gaussian", False, still(self.noise), seed),
+            Jpeg(still(self.jpeg)),
+        ]
+        if self.crf is not None:
+            stages.append(Codec("libx264", float(self.crf), None, "medium"))
+        return DegradationRecord(f"test_{self.name}", scale, frames, tuple(stages))
+
+
+FIXED_DEGRADATIONS = {
+    "mild": FixedDegradation("mild", blur=0.8, resize="area", noise=1.5, jpeg=80, crf=None),
+    "heavy": FixedDegradation("heavy", blur=1.8, resize="bilinear", noise=7.0, jpeg=70, crf=27),
+}
+"""The two degradations of the held-out tables."""
+
+
+def fixed_degradation(name: str, frames: int, scale: int = 4, seed: int = 0) -> DegradationRecord:
+    """The record of one of `FIXED_DEGRADATIONS`. Raises InputError for another name."""
+    if name not in FIXED_DEGRADATIONS:
         raise InputError(f"unknown test degradation {name!r}; choose mild or heavy")
-    sigma, filter_name, noise, quality, crf = fixed[name]
-
-    def still(value: float) -> Walk:
-        return (value,) * frames
-
-    size = 2 * math.ceil(4 * sigma) + 1
-    stages: list[Stage] = [
-        Blur("iso", size, still(sigma), still(sigma), still(0.0), still(1.0), still(1.0)),
-        Resize(filter_name, still(1.0), to_lr=True),
-        Noise("gaussian", False, still(noise), seed),
-        Jpeg(still(quality)),
-    ]
-    if crf is not None:
-        stages.append(Codec("libx264", crf, None, "medium"))
-    return DegradationRecord(f"test_{name}", scale, frames, tuple(stages))
+    return FIXED_DEGRADATIONS[name].record(frames, scale, seed)
 
 
 # ---------------------------------------------------------------- blur and resize as matrices
@@ -560,14 +660,15 @@ def _shot_noise(clip: Tensor, generator: torch.Generator) -> Tensor:
 
 def _add_noise(clip: Tensor, noise: Noise, frame_index: Sequence[int]) -> Tensor:
     # Drawn on the CPU, one generator a stack: records give the same noise whatever device holds the clip.
-    generator = torch.Generator().manual_seed(noise.seed + 7919 * frame_index[0])
+    generator = torch.Generator().manual_seed(noise.seed + _SEED_STEP * frame_index[0])
     base = _luminance(clip) if noise.grey else clip
     level = torch.tensor([noise.level[i] for i in frame_index]).view(-1, 1, 1, 1)
     if noise.kind == "gaussian":
         added = torch.randn(base.shape, generator=generator) * (level / 255)
     else:
         added = _shot_noise(base.cpu(), generator) * level
-    return clip + added.to(clip)
+    noisy = clip + added.to(clip)
+    return noisy.clamp_(0, 1) if noise.clip else noisy
 
 
 # ---------------------------------------------------------------- JPEG
@@ -685,12 +786,17 @@ def _from_planes(planes: np.ndarray, like: Tensor) -> Tensor:
     return rgb.round_().clamp_(0, 255).div_(255)
 
 
+def bitrate_scale(hq_area: int) -> float:
+    """How many times a record's bits a frame are, for clips of that many HQ pixels a frame."""
+    return hq_area / _BITRATE_AREA
+
+
 def _compress(frames: Frames, codec: Codec, hq_area: int) -> Tensor:
     """Through the codec at the first frame's size, to which the others are scaled as an encoder would."""
     size = (frames[0].shape[-2], frames[0].shape[-1])
     same = _grouped(frames, lambda clip, index: _blur_resize(clip, None, index, size, "bicubic"))
     clip = same if isinstance(same, Tensor) else torch.stack(same)
-    bits = None if codec.bits is None else codec.bits * hq_area / _BITRATE_AREA
+    bits = None if codec.bits is None else codec.bits * bitrate_scale(hq_area)
     # At one frame a second, as in RealBasicVSR, a crf is almost lossless; a viewer's clip runs at 25.
     rate = 1 if codec.crf is None else 25
     coded = code_clip(
@@ -725,15 +831,19 @@ def _grouped(
     return torch.stack(result) if same else result
 
 
+def _wanted_size(own: tuple[int, int], resize: Resize, frame: int, lr: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of one frame after a resize."""
+    if resize.to_lr:
+        return lr
+    height, width = lr if resize.of_lr else own
+    return _even(height * resize.factor[frame]), _even(width * resize.factor[frame])
+
+
 def _wanted_sizes(frames: Frames, resize: Resize | None, lr: tuple[int, int]) -> list[tuple[int, int]]:
     own = [(int(frame.shape[-2]), int(frame.shape[-1])) for frame in frames]
     if resize is None:
         return own
-    if resize.to_lr:
-        return [lr] * len(own)
-    return [
-        (_even(height * factor), _even(width * factor)) for (height, width), factor in zip(own, resize.factor)
-    ]
+    return [_wanted_size(size, resize, frame, lr) for frame, size in enumerate(own)]
 
 
 def _resample(frames: Frames, blur: Blur | None, resize: Resize | None, lr: tuple[int, int]) -> Frames:
@@ -783,6 +893,11 @@ def apply_degradation(clip: Tensor, record: DegradationRecord) -> Tensor:
         frames = _resample(frames, blur, None, lr)
     result = frames if isinstance(frames, Tensor) else torch.stack(frames)
     return _to_8bit(result).byte()
+
+
+def degrade_image(image: Tensor, record: DegradationRecord) -> Tensor:
+    """Degrade one picture, float32 [3, H, W] in [0, 1], by a record of one frame: uint8 [3, h, w]."""
+    return apply_degradation(image[None], record)[0]
 
 
 # ---------------------------------------------------------------- target sharpening

@@ -67,7 +67,9 @@ class PackIndex:
         """Read `index.json`. Raises InputError if it is missing or is not an index."""
         path = folder / "index.json"
         if not path.is_file():
-            raise InputError(f"{path}: not found; make the pack with tools/pack_training_data.py")
+            raise InputError(
+                f"{path}: not found; make it with `recavsr data index` or tools/pack_training_data.py"
+            )
         try:
             data = json.loads(path.read_text())
             videos = tuple(
@@ -99,7 +101,8 @@ def _block_means(plane: np.ndarray) -> np.ndarray:
     rows = np.linspace(0, plane.shape[0], 37).astype(int)
     columns = np.linspace(0, plane.shape[1], 65).astype(int)
     sums = np.add.reduceat(np.add.reduceat(plane.astype(np.float32), rows[:-1], 0), columns[:-1], 1)
-    return sums / (np.diff(rows)[:, None] * np.diff(columns))
+    # Planes of fewer samples than cells: a cell then holds one sample.
+    return sums / np.maximum(np.diff(rows)[:, None] * np.diff(columns), 1)
 
 
 def _histogram(thumb: np.ndarray) -> np.ndarray:

@@ -39,12 +39,14 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recavsr.data.degradation import FIXED_DEGRADATIONS as DEGRADATIONS
+from recavsr.data.degradation import FixedDegradation as Degradation
 from recavsr.errors import InputError
 from recavsr.evaluation import metrics
 from recavsr.evaluation.lpips import LPIPS, weights_folder
@@ -61,24 +63,6 @@ from recavsr.video.reader import Trim, open_reader
 HELD_OUT = ("A2_sam2demo_08_driving", "A_bbb_stereo", "A_mdn_flower", "B_pexels_4511004", "B_pexels_5927704")
 CROP_MULTIPLE = 32
 H264 = "libx264, preset medium, one thread, mbtree=0, at the clip's frame rate"
-
-
-@dataclass(frozen=True)
-class Degradation:
-    """How LR frames are made from truth; see the head of this file for units."""
-
-    name: str
-    blur: float
-    resize: Literal["area", "bilinear"]
-    noise: float
-    jpeg: int
-    crf: int | None
-
-
-DEGRADATIONS = {
-    "mild": Degradation("mild", blur=0.8, resize="area", noise=1.5, jpeg=80, crf=None),
-    "heavy": Degradation("heavy", blur=1.8, resize="bilinear", noise=7.0, jpeg=70, crf=27),
-}
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class NanoTraining(nn.Module):
 
     @classmethod
     def starting_from(cls, path: Path | None) -> NanoTraining:
-        """Read what `save` or `export` wrote, under the schedule it was trained under; None: fresh weights."""
+        """Read what `save` or `export` wrote, under the schedule of then; None: fresh weights."""
         if path is None:
             return cls()
         model = cls(_saved_schedule(path))

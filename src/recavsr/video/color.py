@@ -43,7 +43,7 @@ _MATRIX_NAMES = {
 
 # Bicubic chroma, accurate rounding, full chroma interpolation in and out: without them swscale's fast path
 # takes the nearest chroma sample and darkens by about one level.
-_SWSCALE_FLAGS = 0x4 | 0x40000 | 0x2000 | 0x4000
+ACCURATE = 0x4 | 0x40000 | 0x2000 | 0x4000
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class ToRgb:
             src_colorspace=matrix,
             src_color_range=self._tags.range,
             dst_color_range=RANGE_FULL,
-            interpolation=_SWSCALE_FLAGS,
+            interpolation=ACCURATE,
         )
         return rgb.to_ndarray()
 
@@ -198,7 +198,7 @@ class FromRgb:
             src_color_range=RANGE_FULL,
             dst_colorspace=_SWSCALE_MATRIX.get(self._tags.matrix),
             dst_color_range=self._tags.range,
-            interpolation=_SWSCALE_FLAGS,
+            interpolation=ACCURATE,
         )
         frame.color_range = self._tags.range
         frame.colorspace = self._tags.matrix

@@ -1,7 +1,7 @@
 """Pixels in and out of codecs without a file in between: what training data needs of PyAV.
 
 `code_clip` pushes a clip through an encoder and its decoder in memory (the compression damage of
-RealBasicVSR's degradation); `decode_planes` reads the 8-bit 4:2:0 planes of a file as they are.
+RealBasicVSR's degradation); `decode_planes` reads a file's luma and chroma planes, 8-bit 4:2:0 as they are.
 
 T frames, H W rows and columns of the luma plane (both even in `code_clip`).
 """
@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 import av
+import av.error
 import numpy as np
+from av.video.reformatter import VideoReformatter
 
 from recavsr.errors import InputError
+from recavsr.video.color import ACCURATE
+from recavsr.video.source import is_picture, natural_order
 
 _DECODER = {"libx264": "h264", "mpeg4": "mpeg4"}
 
@@ -78,7 +82,7 @@ def _context(codec: str, mode: Literal["r", "w"]) -> av.VideoCodecContext:
 
 @dataclass(frozen=True)
 class Planes:
-    """A decoded 4:2:0 frame: luma uint8 [H, W], chroma uint8 [H/2, W/2] (rounded up), and how to read it."""
+    """A decoded frame: luma uint8 [H, W], chroma uint8 [H/2, W/2] (rounded up) or [H, W], how to read it."""
 
     luma: np.ndarray
     blue: np.ndarray
@@ -93,25 +97,56 @@ def _crop(plane: av.video.plane.VideoPlane, height: int, width: int) -> np.ndarr
 
 
 def decode_planes(path: Path | str) -> Iterator[Planes]:
-    """Decode the first video stream (or the picture) of a file, frame by frame, 8-bit 4:2:0 only.
+    """Decode the first video stream (or the picture) of a file, or a folder of numbered pictures.
 
-    The matrix is BT.709 where the file says so, or says nothing and is a video of 720 rows or more.
-    Raises InputError for another pixel format or a file that can not be read.
+    8-bit 4:2:0 comes as it is, everything else as 8-bit 4:4:4 (RGB by full-range BT.601). The matrix is
+    BT.709 where the file says so, or says nothing and is a video of 720 rows or more. Raises InputError
+    for a file that can not be read.
     """
+    path = Path(path)
+    if path.is_dir():
+        for picture in sorted(filter(is_picture, path.iterdir()), key=natural_order):
+            yield from decode_planes(picture)
+        return
     try:
-        container = av.open(str(path))
-    except (av.FFmpegError, OSError) as error:
-        raise InputError(f"{path}: can't be read ({error}); pack the training data again") from error
-    with container:
-        stream = container.streams.video[0]
-        stream.thread_count = 1
-        for frame in container.decode(stream):
-            if frame.format.name not in ("yuv420p", "yuvj420p"):
-                raise InputError(f"{path}: pixel format {frame.format.name}; convert it to 8-bit 4:2:0 first")
-            height, width = frame.height, frame.width
-            full = frame.format.name == "yuvj420p" or int(frame.color_range) == 2
-            space = int(frame.colorspace)
-            matrix = "bt709" if space == 1 or (space == 2 and not full and height >= 720) else "bt601"
-            half = ((height + 1) // 2, (width + 1) // 2)
-            luma, blue, red = frame.planes
-            yield Planes(_crop(luma, height, width), _crop(blue, *half), _crop(red, *half), full, matrix)
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise InputError(f"{path}: there is no picture in it")
+            stream = container.streams.video[0]
+            stream.thread_count = 1
+            to_444 = VideoReformatter()
+            for frame in container.decode(stream):
+                yield _planes(frame, to_444)
+    except (av.error.FFmpegError, OSError) as error:
+        raise InputError(f"{path}: can't be read ({error})") from error
+
+
+_SWS_BT601 = 5
+
+
+def _planes(frame: av.VideoFrame, to_444: VideoReformatter) -> Planes:
+    height, width = frame.height, frame.width
+    name = frame.format.name
+    full = name.startswith("yuvj") or int(frame.color_range) == 2
+    space = int(frame.colorspace)
+    matrix = "bt709" if space == 1 or (space == 2 and not full and height >= 720) else "bt601"
+    half = ((height + 1) // 2, (width + 1) // 2)
+    if name not in ("yuv420p", "yuvj420p"):
+        half = (height, width)
+        if frame.format.is_rgb or frame.format.has_palette:
+            full, matrix = True, "bt601"
+            frame = to_444.reformat(
+                frame,
+                format="yuv444p",
+                src_color_range=2,
+                dst_colorspace=_SWS_BT601,
+                dst_color_range=2,
+                interpolation=ACCURATE,
+            )
+        else:
+            value = 2 if full else 1
+            frame = to_444.reformat(
+                frame, format="yuv444p", src_color_range=value, dst_color_range=value, interpolation=ACCURATE
+            )
+    luma, blue, red = frame.planes
+    return Planes(_crop(luma, height, width), _crop(blue, *half), _crop(red, *half), full, matrix)
