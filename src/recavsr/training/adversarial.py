@@ -14,17 +14,17 @@ from torch.nn import functional as F
 
 
 def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Return E[softplus(c_f - c_r)] of paired logits [B] (RSGAN, Eq. 5)."""
+    """Return E[softplus(c_f - c_r)] of paired logits [B] (RSGAN, Eq. 4)."""
     return F.softplus(fake - real).mean()
 
 
 def generator_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Return E[softplus(c_r - c_f)] of paired logits [B] (RSGAN, Eq. 5)."""
+    """Return E[softplus(c_r - c_f)] of paired logits [B] (RSGAN, Eq. 4)."""
     return F.softplus(real - fake).mean()
 
 
 def feature_r1(score: Callable[[Sequence[Tensor]], Tensor], features: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of d logit / d features of a clip, averaged over the batch (Eq. 6).
+    """Return the squared norm of d logit / d features of a clip, averaged over the batch (Eq. 5).
 
     `score` turns the features of real clips into logits [B]. The features are cut from whatever made
     them, so that second derivatives stay inside `score`: the heads, not the backbone.

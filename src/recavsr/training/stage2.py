@@ -151,7 +151,7 @@ class Stage2Objective:
         """Nothing changes over the stage."""
 
     def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
-        """Roll out once; yield the discriminator's losses, then the generator's (Eq. 6)."""
+        """Roll out once; yield the discriminator's losses, then the generator's (Eq. 5)."""
         model, settings = self.model, self.settings
         discriminator = model.discriminator
         with torch.no_grad():
