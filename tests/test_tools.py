@@ -1,0 +1,64 @@
+"""The scripts under tools/, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recavsr.models.weights import save_model_folder
+from tiny import CHANNELS, DECODER, STRIDE, tiny_decoder, tiny_generator, tiny_prompt
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+VAE = {
+    "scale_factor_spatial": STRIDE,
+    "scale_factor_temporal": 4,
+    "z_dim": CHANNELS,
+    "latents_mean": list(DECODER.latents_mean),
+    "latents_std": list(DECODER.latents_std),
+}
+
+
+def average(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOLS / "average_weights.py"), *arguments], capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    for seed in (1, 2):
+        made = (tiny_generator(seed=seed), tiny_decoder(seed=seed), tiny_prompt() * seed)
+        save_model_folder(tmp_path / str(seed), *made, VAE, torch.float32)
+    return [tmp_path / "1", tmp_path / "2"]
+
+
+def test_the_mean_of_weights_is_shared_out_as_asked(folders: list[Path], tmp_path: Path) -> None:
+    one, two = folders
+    done = average(f"{one}=0.25", f"{two}=0.75", "-o", str(tmp_path / "mean"))
+    assert done.returncode == 0, done.stderr
+    for name in ("transformer", "flashdecoder", "prompt"):
+        first, second, mean = (
+            load_file(str(folder / f"{name}.safetensors")) for folder in (one, two, tmp_path / "mean")
+        )
+        assert first.keys() == mean.keys()
+        for key, value in mean.items():
+            torch.testing.assert_close(value, 0.25 * first[key] + 0.75 * second[key])
+
+
+def test_what_does_not_fit_together_is_refused(folders: list[Path], tmp_path: Path) -> None:
+    one, two = folders
+    output = tmp_path / "mean"
+    done = average(f"{one}=0.5", f"{two}=0.6", "-o", str(output))
+    assert (done.returncode, done.stderr) == (2, "the shares must add up to 1\n")
+    config = json.loads((two / "model_config.json").read_text())
+    (two / "model_config.json").write_text(json.dumps({**config, "eps": 1e-3}))
+    done = average(f"{one}=0.5", f"{two}=0.5", "-o", str(output))
+    assert done.returncode == 2
+    assert "different configs" in done.stderr
+    assert not output.exists()
