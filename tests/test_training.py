@@ -152,3 +152,16 @@ def test_latent_statistics_penalty() -> None:
     assert latent_statistics_penalty(normal) < 1e-3
     assert latent_statistics_penalty(normal + 1).item() == pytest.approx(1, abs=0.05)
     assert latent_statistics_penalty(3 * normal).item() == pytest.approx(4, abs=0.1)
+
+
+def test_differences_across_latent_borders_count_more() -> None:
+    target = torch.zeros(1, 3, 9, 4, 4)
+    inside, across = target.clone(), target.clone()
+    inside[:, :, 3:] = 0.5  # changes from frame 2 to 3, inside the latent of frames 1 to 4
+    across[:, :, 5:] = 0.5  # changes from frame 4 to 5, where the next latent begins
+    plain = [float(temporal_difference(frames, target)) for frames in (inside, across)]
+    assert plain[0] == pytest.approx(plain[1])
+    inner, outer = (float(temporal_difference(f, target, border_weight=2.0)) for f in (inside, across))
+    # the smooth L1 of no difference is 1e-3; borders follow frames 0 and 4
+    assert inner == pytest.approx((0.5 + 5 * 1e-3 + 2 * 3e-3) / 8, rel=1e-3)
+    assert outer == pytest.approx((3 * 0.5 + 6 * 1e-3 + 3e-3) / 8, rel=1e-3)

@@ -33,11 +33,14 @@ def pixel_loss(kind: PixelLoss, frames: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(frames, target) if kind == "mse" else charbonnier(frames, target)
 
 
-def temporal_difference(frames: Tensor, target: Tensor, still_weight: float = 0.0) -> Tensor:
+def temporal_difference(
+    frames: Tensor, target: Tensor, still_weight: float = 0.0, border_weight: float = 0.0
+) -> Tensor:
     """Return the smooth L1 of frame-to-frame differences: flicker and lag. Zero for single frames.
 
     Pixels whose target changes by less than 1/255 count `still_weight` times more: flicker is seen
-    most where nothing moves, and is smallest there.
+    most where nothing moves, and is smallest there. Differences across a latent's border count
+    `border_weight` times more: what is decoded latent by latent pulses there. The clip starts a stream.
     """
     if frames.shape[2] == 1:
         return frames.new_zeros(())
@@ -45,6 +48,10 @@ def temporal_difference(frames: Tensor, target: Tensor, still_weight: float = 0.
     error = (frames.float().diff(dim=2) - change).square().add(1e-6).sqrt()
     if still_weight:
         error = error * (1 + still_weight * (change.abs().amax(1, keepdim=True) < 2 / 255))
+    if border_weight:
+        # Frame 0 is a latent of its own, then come four a latent: borders follow frames 0, 4, 8...
+        borders = torch.arange(error.shape[2], device=error.device) % 4 == 0
+        error = error * (1 + border_weight * borders[:, None, None])
     return error.mean()
 
 
@@ -97,6 +104,8 @@ class FrameLosses:
     """Of errors in frame-to-frame differences (not in the paper)."""
     still_weight: float = 0.0
     """Of still pixels in these differences, beyond the others' (not in the paper)."""
+    border_weight: float = 0.0
+    """Of differences across latent borders, beyond the others' (not in the paper)."""
     perceptual_frames: int | None = None
     """Frames of a clip that the perceptual distance looks at, drawn anew each step; None: all."""
 
@@ -115,7 +124,7 @@ class FrameLosses:
         """
         terms = {
             "pixel": pixel_loss(self.pixel, frames, hq),
-            "difference": temporal_difference(frames, hq, self.still_weight),
+            "difference": temporal_difference(frames, hq, self.still_weight, self.border_weight),
         }
         total = self.pixel_weight * terms["pixel"] + self.difference_weight * terms["difference"]
         if self.perceptual_weight and distance is not None:

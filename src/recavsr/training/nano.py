@@ -168,6 +168,7 @@ class Stage:
     latent_weight: float = 0.1
     difference_weight: float = 0.5
     still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
+    border_weight: float = 0.0  # of differences across latent borders, beyond the others'
     perceptual_weight: float = 0.0
     hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
@@ -185,6 +186,7 @@ class Stage:
             self.perceptual_weight,
             difference_weight=self.difference_weight,
             still_weight=self.still_weight,
+            border_weight=self.border_weight,
             perceptual_frames=3,
         )
 
