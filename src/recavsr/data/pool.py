@@ -56,7 +56,9 @@ class WorkerError(RuntimeError):
 class PairSettings:
     """What pairs are made of.
 
-    `size`: rows and columns of HQ clips, or their side; `presets` and `scales`: shares of degradation
+    `size`: rows and columns of HQ clips, or their side; `video_fraction`: share of clips from videos, the
+    others being photos under a moving camera; `image_video_fraction`: the same among single images that are
+    drawn as such (not out of a pool), None: like clips; `presets` and `scales`: shares of degradation
     presets and scale factors; `degradations`: how many LR versions are made of each rendered clip;
     `sharpen`: weight of the target's unsharp mask (0: none), which the LR is made from too.
     """
@@ -64,6 +66,7 @@ class PairSettings:
     frames: int = 37
     size: CropSize = 256
     video_fraction: float = 0.5
+    image_video_fraction: float | None = None
     presets: dict[str, float] = field(default_factory=lambda: dict(TRAINING_MIX))
     scales: dict[int, float] = field(default_factory=lambda: dict(SCALE_MIX))
     degradations: int = 2

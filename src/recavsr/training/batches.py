@@ -110,6 +110,8 @@ class PairSource:
     def _make(self, index: int, frames: int) -> tuple[Tensor, Tensor]:
         """Make clip `index`: HQ and enlarged LR, [3, F, H, W] in [-1, 1]."""
         settings = replace(self._pairs, frames=frames, degradations=1)
+        if frames == 1 and settings.image_video_fraction is not None:
+            settings = replace(settings, video_fraction=settings.image_video_fraction)
         (pair,) = make_pairs(self._clips, settings, self._seed, index)
         hq = self._clips.render(pair.spec, frames, settings.size)
         if settings.sharpen:

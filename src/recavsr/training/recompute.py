@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recavsr.models.lr_projector import LRProjector
+
 
 def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
     """Call `function(*inputs)`, keep only the inputs, and compute again in the backward pass.
@@ -17,6 +19,11 @@ def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
     `function` must not draw random numbers.
     """
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute_steps(part: LRProjector) -> None:
+    """Let a streaming part compute each `step` again in the backward pass."""
+    part.step = partial(recompute, part.step)  # type: ignore[method-assign]
 
 
 def recompute_layers(layers: nn.ModuleList) -> None:
