@@ -362,7 +362,7 @@ def paper_debug() -> Recipe:
     stage1 = Stage1Settings(batches, plan, fast, FixedScope(CacheAction(recent=6)))
     stage2 = Stage2Settings(
         batches=batches,
-        generator=replace(fast, first_step=1, average_decay=0.5),
+        generator=replace(fast, average_decay=0.5),
         discriminator=fast,
         plan=plan,
         frames=FrameLosses("mse", perceptual_weight=0.0),
