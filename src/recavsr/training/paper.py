@@ -36,7 +36,7 @@ from recavsr.training.distributed import World, mesh, shard, whole_trained
 from recavsr.training.loop import RunSettings
 from recavsr.training.losses import FrameLosses, PerceptualDistance
 from recavsr.training.objective import Batch, BatchSettings, Objective, OptimizerSettings
-from recavsr.training.recompute import recompute_layers, recompute_steps
+from recavsr.training.recompute import recompute_layers, recompute_steps, recompute_vae_blocks
 from recavsr.training.rollout import decode_blocks, roll_out, split_blocks
 from recavsr.training.runner import Recipe, RecipeStage, Setup, about
 from recavsr.training.stage1 import (
@@ -171,6 +171,7 @@ class PaperStage1(Stage1Objective):
     def __init__(self, setup: Setup, settings: Stage1Settings, rank: int = RANK) -> None:
         device = setup.world.device
         self.start = start = Start.open(setup.start)
+        vae = WanVAE.load(start.folder.path, device, compute_dtype(device), decoder=False)
         scope = None
         if isinstance(settings.phase, FixedScope):
             config = start.folder.generator
@@ -180,7 +181,6 @@ class PaperStage1(Stage1Objective):
         model = Stage1Model(generator, prompt).to(device)
         keep_little(generator)
         spread(setup.world, generator, generator.blocks)
-        vae = WanVAE.load(start.folder.path, device, compute_dtype(device), decoder=False)
         super().__init__(model, vae.encode, trained_parameters(generator), settings)
 
     def leave(self, result: Path, world: World) -> None:
@@ -208,6 +208,8 @@ class PaperStage2(Stage2Objective):
     ) -> None:
         world, device = setup.world, setup.world.device
         self.start = start = Start.open(setup.start)
+        self.vae = vae = WanVAE.load(start.folder.path, device, compute_dtype(device))
+        recompute_vae_blocks(vae.model.decoder)
         generator = start.generator(device, rank)
         prompt = start.folder.load_prompt(device, compute_dtype(device))
         # FSDP2 can't have one parameter in two networks.
@@ -216,7 +218,6 @@ class PaperStage2(Stage2Objective):
         recompute_layers(discriminator.backbone.blocks)
         spread(world, generator, generator.blocks)
         spread(world, discriminator.backbone, discriminator.backbone.blocks)
-        self.vae = vae = WanVAE.load(start.folder.path, device, compute_dtype(device))
         model = Stage2Model(generator, prompt, discriminator)
         super().__init__(
             model, vae.encode, lambda blocks, *_: vae.decode(torch.cat(blocks, 2)), distance, settings

@@ -33,3 +33,23 @@ def recompute_layers(layers: nn.ModuleList) -> None:
     """
     for layer in layers:
         layer.forward = partial(recompute, layer.forward)
+
+
+def recompute_vae_blocks(decoder: nn.Module) -> None:
+    """The same for the residual blocks of diffusers' Wan decoder, whose `forward` rewrites lists."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
+
+    for block in decoder.modules():
+        if isinstance(block, WanResidualBlock):
+            block.forward = partial(_with_lists, block.forward)
+
+
+def _with_lists(forward: Callable[..., Any], x: Any, feat_cache: list[Any], feat_idx: list[int]) -> Any:
+    features, first = tuple(feat_cache), feat_idx[0]
+
+    def of_values(x: Any) -> Any:
+        cache, place = list(features), [first]
+        return forward(x, feat_cache=cache, feat_idx=place), cache, place
+
+    out, feat_cache[:], feat_idx[:] = recompute(of_values, x)
+    return out

@@ -1,8 +1,8 @@
 """Losses of frames behind a frozen VAE decoder, one latent at a time, the backward pass included.
 
-The Wan2.2 decoder keeps some 30 GB for the gradient of one latent at 704 x 1280. So each latent is
-decoded, compared and taken back to the latent at once, before the next one is decoded; the gradient is
-cut at what the decoder remembers of earlier latents.
+The Wan2.2 decoder keeps some 29 GB for the gradient of one latent at 704 x 1280 (14 GB where its blocks
+are computed again, see `recompute`). So each latent is decoded, compared and taken back to the latent at
+once, before the next one is decoded; the gradient is cut at what the decoder remembers of earlier latents.
 
 Shapes: B batch, T latents, F = 4 T - 3 frames.
 """
