@@ -40,7 +40,7 @@ from recavsr.training.discriminator import MSQConfig, MSQDiscriminator, frozen
 from recavsr.training.distributed import World, join, mesh, shard
 from recavsr.training.flow_matching import TIMESTEPS, flow_matching_loss, logit_normal_times, noised
 from recavsr.training.memory_plan import MemoryPlan, TrainingSetup, msq_layers, plan_stage1, plan_stage2
-from recavsr.training.recompute import recompute_layers
+from recavsr.training.recompute import recompute_layers, recompute_steps
 from recavsr.training.rollout import roll_out
 
 STAGE1_SCOPE = CacheAction(6)
@@ -127,6 +127,7 @@ def stage1(
     generator = build(replace(setup, generator=replace(setup.generator, schedule=scope)), world.device)
     if setup.recompute:
         recompute_layers(generator.blocks)
+        recompute_steps(generator.lr_projector)
     spread(world, generator, generator.blocks)
     clip = Clip.draw(setup, world.device)
     recycled = teacher_forced_recycled(clip.latents, setup.plan)
@@ -149,10 +150,10 @@ def stage2(
     generator = build(setup, world.device)
     clip = Clip.draw(setup, world.device)
     settings = MSQConfig(layers=msq_layers(setup.generator.layers))
-    with torch.device(world.device):
-        discriminator = MSQDiscriminator.of(generator, clip.prompt, settings)
+    discriminator = MSQDiscriminator.of(generator, clip.prompt, settings, share=world.size == 1)
     if setup.recompute:
         recompute_layers(generator.blocks)
+        recompute_steps(generator.lr_projector)
         recompute_layers(discriminator.backbone.blocks)
     spread(world, generator, generator.blocks)
     spread(world, discriminator.backbone, discriminator.backbone.blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from recavsr.data.clips import (
     ClipSource,
     ClipSpec,
     ClipTable,
+    CropSize,
     Cutout,
     Selection,
     frame_numbers,
@@ -275,10 +277,12 @@ def test_cameras_stay_inside_their_photos(source: ClipSource) -> None:
             assert np.abs(step).max() < 20
 
 
-def rendered_by_table(source: ClipSource, specs: list[ClipSpec], pixels: Tensor) -> Tensor:
+def rendered_by_table(
+    source: ClipSource, specs: list[ClipSpec], pixels: Tensor, size: CropSize = SIZE
+) -> Tensor:
     table = ClipTable.empty(len(specs), FRAMES)
     for row, spec in enumerate(specs):
-        table.set(row, source, spec, SIZE)
+        table.set(row, source, spec, size)
     device = pixels.device
     table = ClipTable(*(tensor.to(device) for tensor in table.tensors()))
 
@@ -291,7 +295,7 @@ def rendered_by_table(source: ClipSource, specs: list[ClipSpec], pixels: Tensor)
         rows([s.kind == "photo" for s in specs]),
         rows([s.cutout is not None for s in specs]),
     )
-    return render_table(pixels, table, selection, len(specs), FRAMES, SIZE)
+    return render_table(pixels, table, selection, len(specs), FRAMES, size)
 
 
 def test_table_renders_what_render_renders(source: ClipSource) -> None:
@@ -306,6 +310,51 @@ def test_table_renders_what_render_renders(source: ClipSource) -> None:
         torch.testing.assert_close(clip, source.render(spec, FRAMES, SIZE), atol=2e-3, rtol=0)
     assert float(batch.min()) >= 0
     assert float(batch.max()) <= 1
+
+
+def test_a_wide_crop_is_the_middle_of_a_square_one(source: ClipSource) -> None:
+    """Rows cut from a square clip with the same camera, by both renderers."""
+    rows, columns = 40, 72
+    cut = (columns - rows) // 2
+    rng = np.random.default_rng(6)
+    specs = [source.sample(rng, frames=FRAMES, size=(rows, columns)) for _ in range(60)]
+    assert {(s.kind, s.cutout is not None) for s in specs} == {
+        ("video", False),
+        ("photo", False),
+        ("photo", True),
+    }
+    assert not any(spec.transpose for spec in specs)
+    batch = rendered_by_table(source, specs, torch.from_numpy(source.pixels), (rows, columns))
+    assert batch.shape == (60, FRAMES, 3, rows, columns)
+    inside = 0
+    for spec, clip in zip(specs, batch):
+        wide = source.render(spec, FRAMES, (rows, columns))
+        torch.testing.assert_close(clip, wide, atol=2e-3, rtol=0)
+        height = source.shots[spec.source].height if spec.kind == "video" else columns
+        if spec.kind == "video" and not cut <= spec.y <= height - columns + cut:
+            continue
+        inside += 1
+        around = replace(spec, y=spec.y - cut) if spec.kind == "video" else spec
+        square = source.render(around, FRAMES, columns)[:, :, cut : cut + rows]
+        torch.testing.assert_close(wide, square, atol=1e-4, rtol=0)
+    assert inside > 40
+
+
+def test_wide_cameras_stay_inside_and_small_items_are_not_drawn(source: ClipSource) -> None:
+    rng = np.random.default_rng(7)
+    for size in ((120, 380), (290, 120)):
+        corners = np.array([(x, y, 1) for x in (0, size[1] - 1) for y in (0, size[0] - 1)]).T
+        for _ in range(30):
+            spec = source.sample(rng, frames=FRAMES, size=size)
+            assert spec.kind == "photo"  # the shots have 256 x 288 pixels
+            assert spec.motion is not None
+            height, width = source.photos[spec.source].size(spec.motion.level)
+            seen = spec.motion.matrices(FRAMES, size, spec.mirror) @ corners
+            assert seen.min() >= -1e-6
+            assert seen[:, 0].max() <= width - 1 + 1e-6
+            assert seen[:, 1].max() <= height - 1 + 1e-6
+    with pytest.raises(InputError, match="no train items of 401x64 pixels or more"):
+        source.sample(rng, frames=FRAMES, size=(64, 401))
 
 
 @pytest.mark.gpu
@@ -397,6 +446,18 @@ def test_new_records_replace_the_oldest(pack: Path, cache: Path) -> None:
         changed = (pool._rings[4].lr != before).flatten(1).any(1)
         assert changed.tolist() == [True, False, False, False]
         assert pool.count == 4
+
+
+def test_a_pool_of_wide_clips(pack: Path, cache: Path, source: ClipSource) -> None:
+    wide = PairSettings(frames=FRAMES, size=(48, 80), scales={4: 1.0}, presets={"mild": 1.0}, degradations=1)
+    with TrainingPool(pack, "cpu", 0, 4, settings=wide, seed=3, cache=cache) as pool:
+        pool.fill(1)
+        hq, lr_up = pool.batch(1, FRAMES)
+    (pair,) = make_pairs(source, wide, 3, 0)
+    assert pair.lr.shape == (FRAMES, 3, 12, 20)
+    clip = source.render(pair.spec, FRAMES, (48, 80)).transpose(0, 1) * 2 - 1
+    torch.testing.assert_close(hq[0], clip, atol=4e-3, rtol=0)
+    assert torch.equal(lr_up[0], upsample_lr(pair.lr, (48, 80)).transpose(0, 1))
 
 
 def test_windows_stay_in_step(pack: Path, cache: Path) -> None:

@@ -20,6 +20,10 @@ from recavsr.models.lr_projector import LRProjector, LRProjectorState
 from recavsr.models.presets import recavsr_5b
 from recavsr.rope import AxisSplit, rotation_table
 from recavsr.training.memory_plan import (
+    STAGE1,
+    STAGE2,
+    WAN_DECODER_BYTES,
+    WAN_DECODER_HISTORY,
     ParameterCount,
     TrainingSetup,
     adapter_casts,
@@ -144,8 +148,41 @@ def test_the_documented_tables() -> None:
     from conftest import REPOSITORY
 
     text = (REPOSITORY / "docs" / "training-5b.md").read_text(encoding="utf-8")
-    for plan in (plan_stage1(TrainingSetup()), plan_stage2(TrainingSetup())):
+    for plan in (plan_stage1(STAGE1), plan_stage2(STAGE2)):
         assert plan.table() in text
+    for gpus in (1, 2, 4, 8):
+        one, two = (replace(stage, gpus=gpus) for stage in (STAGE1, STAGE2))
+        peaks = (plan_stage1(one), plan_stage2(two), plan_stage2(replace(two, passes=1)))
+        assert f"| {gpus} | " + " | ".join(f"{p.peak / 1e9:.1f}" for p in peaks) + " |" in text
+
+
+def test_what_the_wan_decoder_keeps_and_remembers() -> None:
+    pytest.importorskip("diffusers", reason="needs the extra wan")
+    from recavsr.models.wan_vae import WAN22_VAE, WanVAE
+
+    with torch.device("meta"):
+        vae = WanVAE(WAN22_VAE)
+    vae.latents_mean, vae.latents_std = vae.latents_mean.to("meta"), vae.latents_std.to("meta")
+    vae.model.to(torch.bfloat16)
+    vae.requires_grad_(False)
+    weights = {p.untyped_storage()._cdata for p in vae.parameters()}
+    latent = torch.zeros(1, 48, 1, 44, 80, device="meta")
+    state = vae.start()
+    for _ in range(2):
+        state, _ = vae.step(state, latent)
+    pixels = 704 * 1280
+    assert state.nbytes / pixels == pytest.approx(WAN_DECODER_HISTORY, abs=1)
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage()._cdata) not in weights:
+            saved[storage] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        vae.step(state, latent.requires_grad_())
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert kept / pixels == pytest.approx(WAN_DECODER_BYTES, abs=1)
 
 
 def test_the_plan_of_a_small_generator_counts_its_own_layers() -> None:

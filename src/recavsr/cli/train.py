@@ -54,7 +54,9 @@ def command(
     if not resume and holds_a_run(out, chosen):
         raise InputError(f"{out} holds a run of {recipe} already: add --resume, or choose another --out")
     console = Console(json_lines)
-    workers = max(1, (os.cpu_count() or 2) - 2) if workers is None else workers
+    if workers is None:  # each process of torchrun has its own
+        together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = max(1, ((os.cpu_count() or 2) - 2) // together)
     try:
         run_recipe(
             with_budget(chosen, seconds=seconds, steps=steps),

@@ -9,7 +9,7 @@ camera, at times with another photo cut out in front. `ClipSource.render` makes 
 Photos are stored at twice their size, every other sample being the photo's own: linear sampling of
 that grid is sharp at any sub-pixel position. Level 0 is the photo, level 1 its half.
 
-T frames, S rows and columns of the clip, h w rows and columns of a stored plane.
+T frames, H W rows and columns of the clip, h w rows and columns of a stored plane.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ _LEVELS = 2
 _CACHE_FORMAT = 1  # raise it when the same pack is to be decoded into other pixels
 
 
+CropSize = int | tuple[int, int]
+"""Rows and columns of a crop, or the side of a square one. Only square crops are ever transposed."""
+
+
+def rows_and_columns(size: CropSize) -> tuple[int, int]:
+    """The rows and columns of a crop."""
+    return (size, size) if isinstance(size, int) else size
+
+
 # ---------------------------------------------------------------- specs
 
 
@@ -64,7 +73,7 @@ class CameraMotion:
     spin: float = 0.0
     shake: tuple[tuple[float, float, float, float, float], ...] = ()
 
-    def matrices(self, frames: int, size: int, mirror: tuple[bool, bool, bool]) -> np.ndarray:
+    def matrices(self, frames: int, size: CropSize, mirror: tuple[bool, bool, bool]) -> np.ndarray:
         """Maps from clip pixel (column, row, 1) to photo pixel (x, y): float64 [T, 2, 3].
 
         mirror: flip left-right, flip up-down, transpose (the flips act on the transposed clip).
@@ -96,9 +105,10 @@ class CameraMotion:
             result[:, :, 0] *= -1
         if flip_y:
             result[:, :, 1] *= -1
-        middle = (size - 1) / 2
-        result[:, 0, 2] = x - middle * result[:, 0, :2].sum(1)
-        result[:, 1, 2] = y - middle * result[:, 1, :2].sum(1)
+        rows, columns = rows_and_columns(size)
+        middle, more = (rows - 1) / 2, (columns - rows) / 2  # of a row, and what a column's is beyond
+        result[:, 0, 2] = x - (middle * result[:, 0, :2].sum(1) + more * result[:, 0, 0])
+        result[:, 1, 2] = y - (middle * result[:, 1, :2].sum(1) + more * result[:, 1, 0])
         return result
 
 
@@ -174,6 +184,11 @@ class StoredPhoto:
         """Rows and columns of a level, in its own pixels."""
         _, rows, columns = self.levels[level]
         return (rows + 1) // 2, (columns + 1) // 2
+
+    def holds(self, rows: float, columns: float, level: int = 0) -> bool:
+        """Whether a level has so many rows and columns."""
+        have_rows, have_columns = self.size(level)
+        return have_rows >= rows and have_columns >= columns
 
 
 def _layout(index: PackIndex) -> tuple[list[StoredShot], list[StoredPhoto], int]:
@@ -337,10 +352,7 @@ class ClipSource:
                 [details[f"photo{i}level{level}"] for level in range(_LEVELS)]
                 for i in range(len(self.photos))
             ]
-        self._shot_ids = [i for i, shot in enumerate(self.shots) if shot.split == split]
-        self._photo_ids = [i for i, photo in enumerate(self.photos) if photo.split == split]
-        weights = np.array([self.shots[i].weight for i in self._shot_ids])
-        self._shot_odds = weights / weights.sum() if len(weights) else weights
+        self._fitting: dict[CropSize, tuple[list[int], np.ndarray, list[int]]] = {}
 
     @staticmethod
     def open(
@@ -373,17 +385,48 @@ class ClipSource:
     # ------------------------------------------------------------ drawing
 
     def sample(
-        self, rng: np.random.Generator, *, frames: int = 37, size: int = 256, video_fraction: float = 0.5
+        self,
+        rng: np.random.Generator,
+        *,
+        frames: int = 37,
+        size: CropSize = 256,
+        video_fraction: float = 0.5,
     ) -> ClipSpec:
-        """Draw a clip: a video crop with probability `video_fraction`, else a photo under camera motion."""
-        if self._shot_ids and (not self._photo_ids or rng.random() < video_fraction):
+        """Draw a clip: a video crop with probability `video_fraction`, else a photo under camera motion.
+
+        Raises InputError where no item is as large as the crop.
+        """
+        shots, _, photos = self._large_enough(size)
+        if shots and (not photos or rng.random() < video_fraction):
             return self._sample_video(rng, frames, size)
-        if not self._photo_ids:
-            raise InputError(f"{self.folder}: no {self.split} items; pack other data")
+        if not photos:
+            rows, columns = rows_and_columns(size)
+            raise InputError(
+                f"{self.folder}: no {self.split} items of {columns}x{rows} pixels or more; pack other data"
+            )
         return self._sample_photo(rng, frames, size)
 
-    def _sample_video(self, rng: np.random.Generator, frames: int, size: int) -> ClipSpec:
-        source = int(rng.choice(self._shot_ids, p=self._shot_odds))
+    def _large_enough(self, size: CropSize) -> tuple[list[int], np.ndarray, list[int]]:
+        """The split's shots that hold a crop, their odds, and the photos that do."""
+        if size not in self._fitting:
+            rows, columns = rows_and_columns(size)
+            shots = [
+                i
+                for i, shot in enumerate(self.shots)
+                if shot.split == self.split and shot.height >= rows and shot.width >= columns
+            ]
+            photos = [
+                i
+                for i, photo in enumerate(self.photos)
+                if photo.split == self.split and photo.holds(rows, columns)
+            ]
+            weights = np.array([self.shots[i].weight for i in shots])
+            self._fitting[size] = shots, weights / weights.sum() if shots else weights, photos
+        return self._fitting[size]
+
+    def _sample_video(self, rng: np.random.Generator, frames: int, size: CropSize) -> ClipSpec:
+        shots, odds, _ = self._large_enough(size)
+        source = int(rng.choice(shots, p=odds))
         shot = self.shots[source]
         stride = 2 if rng.random() < 0.2 and shot.frames >= 2 * frames else 1
         latest = max(shot.frames - stride * (frames - 1) - 1, 0)
@@ -394,7 +437,7 @@ class ClipSource:
             source,
             flip_x=bool(flips[0]),
             flip_y=bool(flips[1] and rng.random() < 0.5),
-            transpose=bool(flips[2] and rng.random() < 0.5),
+            transpose=bool(flips[2] and rng.random() < 0.5) and _is_square(size),
             backwards=bool(rng.random() < 0.3),
             first=int(rng.integers(latest + 1)),
             stride=stride,
@@ -403,33 +446,42 @@ class ClipSource:
         )
 
     def _detailed_place(
-        self, rng: np.random.Generator, detail: np.ndarray, height: int, width: int, size: int
+        self, rng: np.random.Generator, detail: np.ndarray, height: int, width: int, size: CropSize
     ) -> tuple[int, int]:
         """One of three random crops, the more likely the more detail it has (flat sky teaches little)."""
+        rows, columns = rows_and_columns(size)
         places = [
-            (int(rng.integers(height - size + 1)), int(rng.integers(width - size + 1))) for _ in range(3)
+            (int(rng.integers(height - rows + 1)), int(rng.integers(width - columns + 1))) for _ in range(3)
         ]
-        cells = max(size // _CELL, 1)
-        inside = [detail[y // _CELL :, x // _CELL :][:cells, :cells].mean() for y, x in places]
+        down, right = _cells(size)
+        inside = [detail[y // _CELL :, x // _CELL :][:down, :right].mean() for y, x in places]
         odds = np.array(inside) + 0.3 * detail.mean() + 1e-3
         return places[rng.choice(3, p=odds / odds.sum())]
 
-    def _sample_photo(self, rng: np.random.Generator, frames: int, size: int) -> ClipSpec:
-        source = int(rng.choice(self._photo_ids))
+    def _sample_photo(self, rng: np.random.Generator, frames: int, size: CropSize) -> ClipSpec:
+        rows, columns = rows_and_columns(size)
+        source = int(rng.choice(self._large_enough(size)[2]))
         flips = rng.random(3) < 0.5
         flip_x, flip_y, transpose = (bool(flip) for flip in flips)
-        level = int(rng.random() < 0.4 and min(self.photos[source].size(1)) >= 1.2 * size)
+        transpose = transpose and _is_square(size)
+        level = int(rng.random() < 0.4 and self.photos[source].holds(1.2 * rows, 1.2 * columns, level=1))
         if rng.random() < 0.12:
             height, width = self.photos[source].size(level)
             y, x = self._detailed_place(rng, self._photo_detail[source][level], height, width, size)
-            motion = CameraMotion(level, x + (size - 1) / 2, y + (size - 1) / 2)
+            motion = CameraMotion(level, x + (columns - 1) / 2, y + (rows - 1) / 2)
             return ClipSpec("photo", source, flip_x, flip_y, transpose, motion=motion)
         motion = self._sample_motion(rng, source, level, frames, size)
         cutout = self._sample_cutout(rng, frames, size) if rng.random() < 0.25 else None
         return ClipSpec("photo", source, flip_x, flip_y, transpose, motion=motion, cutout=cutout)
 
     def _sample_motion(
-        self, rng: np.random.Generator, source: int, level: int, frames: int, size: int, fastest: float = 8.0
+        self,
+        rng: np.random.Generator,
+        source: int,
+        level: int,
+        frames: int,
+        size: CropSize,
+        fastest: float = 8.0,
     ) -> CameraMotion:
         speed = math.exp(rng.uniform(math.log(0.1), math.log(fastest))) if rng.random() < 0.9 else 0.0
         heading = rng.uniform(0, 2 * math.pi)
@@ -462,7 +514,7 @@ class ClipSource:
         return self._fitted(rng, motion, source, frames, size)
 
     def _fitted(
-        self, rng: np.random.Generator, motion: CameraMotion, source: int, frames: int, size: int
+        self, rng: np.random.Generator, motion: CameraMotion, source: int, frames: int, size: CropSize
     ) -> CameraMotion:
         """The motion, calmed until its path fits the photo, then placed where the photo has detail."""
         height, width = self.photos[source].size(motion.level)
@@ -476,26 +528,28 @@ class ClipSource:
         places, odds = [], []
         for _ in range(3):
             x, y = rng.uniform(0, room_x), rng.uniform(0, room_y)
-            cells = max(size // _CELL, 1)
-            seen = detail[int(y) // _CELL :, int(x) // _CELL :][:cells, :cells]
+            down, right = _cells(size)
+            seen = detail[int(y) // _CELL :, int(x) // _CELL :][:down, :right]
             places.append((x - low[0], y - low[1]))
             odds.append(seen.mean() + 0.3 * detail.mean() + 1e-3 if seen.size else 1e-3)
         x, y = places[rng.choice(3, p=np.array(odds) / sum(odds))]
         return _moved(motion, float(x), float(y))
 
-    def _sample_cutout(self, rng: np.random.Generator, frames: int, size: int) -> Cutout:
-        source = int(rng.choice(self._photo_ids))
+    def _sample_cutout(self, rng: np.random.Generator, frames: int, size: CropSize) -> Cutout:
+        rows, columns = rows_and_columns(size)
+        side = min(rows, columns)
+        source = int(rng.choice(self._large_enough(size)[2]))
         motion = self._sample_motion(rng, source, 0, frames, size, fastest=12.0)
         # The cutout is in the picture at a random moment; its outline is fixed to its photo.
         matrix = motion.matrices(frames, size, (False, False, False))[int(rng.integers(frames))]
-        x, y = matrix @ (*rng.uniform(0.2 * size, 0.8 * size, 2), 1.0)
+        x, y = matrix @ (rng.uniform(0.2 * columns, 0.8 * columns), rng.uniform(0.2 * rows, 0.8 * rows), 1.0)
         return Cutout(
             source,
             motion,
             float(x),
             float(y),
-            radius_x=float(rng.uniform(0.12, 0.45)) * size,
-            radius_y=float(rng.uniform(0.12, 0.45)) * size,
+            radius_x=float(rng.uniform(0.12, 0.45)) * side,
+            radius_y=float(rng.uniform(0.12, 0.45)) * side,
             tilt=float(rng.uniform(0, math.pi)),
             wave=(float(rng.uniform(0, 0.25)), float(rng.uniform(2, 7)), float(rng.uniform(0, 2 * math.pi))),
             softness=float(rng.uniform(0.8, 1.6) if rng.random() < 0.8 else rng.uniform(2, 8)),
@@ -503,8 +557,8 @@ class ClipSource:
 
     # ------------------------------------------------------------ rendering
 
-    def render(self, spec: ClipSpec, frames: int = 37, size: int = 256) -> Tensor:
-        """The clip on the CPU: float32 [T, 3, S, S] in [0, 1]."""
+    def render(self, spec: ClipSpec, frames: int = 37, size: CropSize = 256) -> Tensor:
+        """The clip on the CPU: float32 [T, 3, H, W] in [0, 1]."""
         if spec.kind == "video":
             return self._render_video(spec, frames, size)
         if spec.motion is None:
@@ -517,14 +571,15 @@ class ClipSource:
             clip = torch.lerp(clip, front, mask[:, None])
         return clip
 
-    def _render_video(self, spec: ClipSpec, frames: int, size: int) -> Tensor:
+    def _render_video(self, spec: ClipSpec, frames: int, size: CropSize) -> Tensor:
+        rows, columns = rows_and_columns(size)
         shot = self.shots[spec.source]
         plane = 3 * shot.height * shot.width
         stored = self.pixels[shot.offset : shot.offset + shot.frames * plane]
         stored = stored.reshape(shot.frames, 3, shot.height, shot.width)
         crop = np.stack(
             [
-                stored[i, :, spec.y : spec.y + size, spec.x : spec.x + size]
+                stored[i, :, spec.y : spec.y + rows, spec.x : spec.x + columns]
                 for i in frame_numbers(spec, shot.frames, frames)
             ]
         )
@@ -535,14 +590,12 @@ class ClipSource:
         return (clip.flip(axes) if axes else clip.contiguous()).float().div_(255)
 
     def _sample_plane(
-        self, photo: int, motion: CameraMotion, spec: ClipSpec, frames: int, size: int
+        self, photo: int, motion: CameraMotion, spec: ClipSpec, frames: int, size: CropSize
     ) -> Tensor:
-        """A photo under a motion: [T, 3, S, S] in [0, 1]."""
+        """A photo under a motion: [T, 3, H, W] in [0, 1]."""
         offset, rows, columns = self.photos[photo].levels[motion.level]
         matrices = _doubled_matrices(motion, frames, size, spec.mirror).astype(np.float64)
-        corners = (
-            matrices @ np.array(((0, 0, 1), (size - 1, 0, 1), (0, size - 1, 1), (size - 1, size - 1, 1))).T
-        )
+        corners = matrices @ _corners(size).T
         low, high = np.floor(corners.min((0, 2))).astype(int), np.ceil(corners.max((0, 2))).astype(int) + 1
         x0, y0 = min(max(low[0], 0), columns - 2), min(max(low[1], 0), rows - 2)
         x1, y1 = min(max(high[0], x0 + 2), columns), min(max(high[1], y0 + 2), rows)
@@ -610,10 +663,26 @@ def frame_numbers(spec: ClipSpec, shot_frames: int, frames: int) -> np.ndarray:
     return numbers[::-1].copy() if spec.backwards else numbers
 
 
-def _footprint(motion: CameraMotion, frames: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _is_square(size: CropSize) -> bool:
+    rows, columns = rows_and_columns(size)
+    return rows == columns
+
+
+def _cells(size: CropSize) -> tuple[int, int]:
+    """How many cells of measured detail a crop covers, down and right."""
+    rows, columns = rows_and_columns(size)
+    return max(rows // _CELL, 1), max(columns // _CELL, 1)
+
+
+def _corners(size: CropSize) -> np.ndarray:
+    """The four corner pixels of a clip as (column, row, 1): [4, 3]."""
+    bottom, right = (side - 1 for side in rows_and_columns(size))
+    return np.array([(0, 0, 1), (right, 0, 1), (0, bottom, 1), (right, bottom, 1)], np.float64)
+
+
+def _footprint(motion: CameraMotion, frames: int, size: CropSize) -> tuple[np.ndarray, np.ndarray]:
     """Lowest and highest (x, y) that the camera sees in all frames."""
-    corners = np.array([(0, 0, 1), (size - 1, 0, 1), (0, size - 1, 1), (size - 1, size - 1, 1)], np.float64)
-    seen = motion.matrices(frames, size, (False, False, False)) @ corners.T
+    seen = motion.matrices(frames, size, (False, False, False)) @ _corners(size).T
     return seen.min((0, 2)), seen.max((0, 2))
 
 
@@ -643,16 +712,18 @@ def _moved(motion: CameraMotion, x: float, y: float) -> CameraMotion:
 
 
 def _doubled_matrices(
-    motion: CameraMotion, frames: int, size: int, mirror: tuple[bool, bool, bool]
+    motion: CameraMotion, frames: int, size: CropSize, mirror: tuple[bool, bool, bool]
 ) -> np.ndarray:
     """From clip pixels to places in the doubled plane, float32 [T, 2, 3]."""
     return (2 * motion.matrices(frames, size, mirror)).astype(np.float32)
 
 
-def _points(matrices: Tensor, size: int) -> Tensor:
-    """[..., 2, 3] -> where each pixel looks, (x, y) on the third axis from the end: [..., 2, S, S]."""
-    place = torch.arange(size, device=matrices.device, dtype=matrices.dtype)
-    linear = matrices[..., 0, None, None] * place + matrices[..., 1, None, None] * place[:, None]
+def _points(matrices: Tensor, size: CropSize) -> Tensor:
+    """[..., 2, 3] -> where each pixel looks, (x, y) on the third axis from the end: [..., 2, H, W]."""
+    row, column = (
+        torch.arange(side, device=matrices.device, dtype=matrices.dtype) for side in rows_and_columns(size)
+    )
+    linear = matrices[..., 0, None, None] * column + matrices[..., 1, None, None] * row[:, None]
     return linear + matrices[..., 2, None, None]
 
 
@@ -669,7 +740,7 @@ def _cutout_row(cutout: Cutout) -> np.ndarray:
 
 
 def _cutout_mask(points: Tensor, row: Tensor) -> Tensor:
-    """How opaque a cutout is at points of its doubled plane: [..., 2, S, S] -> [..., S, S]; row [..., 10]."""
+    """How opaque a cutout is at points of its doubled plane: [..., 2, H, W] -> [..., H, W]; row [..., 10]."""
     x, y, radius_x, radius_y, cos, sin, amplitude, rate, phase, softness = (
         v[..., None, None] for v in row.unbind(-1)
     )
@@ -710,7 +781,7 @@ class ClipTable:
             torch.zeros((rows, 10), device=device),
         )
 
-    def set(self, row: int, source: ClipSource, spec: ClipSpec, size: int) -> None:
+    def set(self, row: int, source: ClipSource, spec: ClipSpec, size: CropSize) -> None:
         """Fill one row of a table in CPU memory."""
         frames = self.numbers.shape[1]
         if spec.kind == "video":
@@ -735,15 +806,16 @@ class ClipTable:
         return self.video, self.numbers, self.planes, self.matrices, self.outline
 
 
-def _video_steps(spec: ClipSpec, shot: StoredShot, size: int) -> tuple[int, tuple[int, int]]:
+def _video_steps(spec: ClipSpec, shot: StoredShot, size: CropSize) -> tuple[int, tuple[int, int]]:
     """Place of clip pixel (0, 0) in its plane, and the steps to the next clip row and column."""
     # Without transposition a clip row is a plane row; flips start at the far end and step back.
     row, column = (1, shot.width) if spec.transpose else (shot.width, 1)
     place = spec.y * shot.width + spec.x
+    rows, columns = rows_and_columns(size)
     if spec.flip_y:
-        place, row = place + (size - 1) * row, -row
+        place, row = place + (rows - 1) * row, -row
     if spec.flip_x:
-        place, column = place + (size - 1) * column, -column
+        place, column = place + (columns - 1) * column, -column
     return place, (row, column)
 
 
@@ -760,10 +832,10 @@ class Selection:
 
 
 def render_table(
-    pixels: Tensor, table: ClipTable, selection: Selection, batch: int, frames: int, size: int
+    pixels: Tensor, table: ClipTable, selection: Selection, batch: int, frames: int, size: CropSize
 ) -> Tensor:
-    """Windows of clips: float32 [B, T, 3, S, S] in [0, 1], on the device of `pixels` (flat) and `table`."""
-    result = torch.empty((batch, frames, 3, size, size), device=pixels.device)
+    """Windows of clips: float32 [B, T, 3, H, W] in [0, 1], on the device of `pixels` (flat) and `table`."""
+    result = torch.empty((batch, frames, 3, *rows_and_columns(size)), device=pixels.device)
     rows, places, starts = selection.video
     if len(rows):
         result[places] = _gather_video(pixels, table, rows, starts, frames, size)
@@ -783,23 +855,23 @@ def _window(starts: Tensor, frames: int) -> Tensor:
 
 
 def _gather_video(
-    pixels: Tensor, table: ClipTable, rows: Tensor, starts: Tensor, frames: int, size: int
+    pixels: Tensor, table: ClipTable, rows: Tensor, starts: Tensor, frames: int, size: CropSize
 ) -> Tensor:
     offset, per_frame, per_channel, down, right = (v[:, None] for v in table.video[rows].unbind(1))
     numbers = table.numbers[rows[:, None], _window(starts, frames)]
-    place = torch.arange(size, device=pixels.device)
+    row, column = (torch.arange(side, device=pixels.device) for side in rows_and_columns(size))
     base = offset + numbers * per_frame  # [N, T]
     channel = per_channel * torch.arange(3, device=pixels.device)  # [N, 3]
     index = (base[:, :, None] + channel[:, None])[..., None, None] + (
-        (down * place)[:, None, None, :, None] + (right * place)[:, None, None, None, :]
+        (down * row)[:, None, None, :, None] + (right * column)[:, None, None, None, :]
     )
     return torch.take(pixels, index).float().div_(255)
 
 
 def _gather_photo(
-    pixels: Tensor, table: ClipTable, layer: int, rows: Tensor, starts: Tensor, frames: int, size: int
+    pixels: Tensor, table: ClipTable, layer: int, rows: Tensor, starts: Tensor, frames: int, size: CropSize
 ) -> tuple[Tensor, Tensor]:
-    """Linear samples [N, T, 3, S, S] in [0, 1] of a layer's doubled plane, and the points [N, T, 2, S, S]."""
+    """Linear samples [N, T, 3, H, W] in [0, 1] of a layer's doubled plane, and the points [N, T, 2, H, W]."""
     offset, height, width = (v[:, None, None, None] for v in table.planes[rows, layer].unbind(1))
     points = _points(table.matrices[rows[:, None], layer, _window(starts, frames)], size)
     x = torch.minimum(points[:, :, 0].clamp_min(0), (width - 1).float())
@@ -807,7 +879,7 @@ def _gather_photo(
     left, top = torch.minimum(x.floor().long(), width - 2), torch.minimum(y.floor().long(), height - 2)
     share_x, share_y = x - left, y - top
     corner = offset + top * width + left
-    result = torch.empty((*points.shape[:2], 3, size, size), device=pixels.device)
+    result = torch.empty((*points.shape[:2], 3, *rows_and_columns(size)), device=pixels.device)
     for channel in range(3):
         upper = torch.lerp(
             torch.take(pixels, corner).float(), torch.take(pixels, corner + 1).float(), share_x

@@ -5,7 +5,7 @@ travels, it is rendered again on the trainer's device from the spec. The pool is
 replace the oldest, batches are random windows of random records. All device work happens in the
 caller's thread, inside `fill` and `batch`.
 
-B batch, T frames of a window, S rows and columns of an HQ clip.
+B batch, T frames of a window, H W rows and columns of an HQ clip, h w of an LR one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recavsr.data.clips import ClipSource, ClipSpec, ClipTable, Selection, render_table
+from recavsr.data.clips import (
+    ClipSource,
+    ClipSpec,
+    ClipTable,
+    CropSize,
+    Selection,
+    render_table,
+    rows_and_columns,
+)
 from recavsr.data.degradation import (
     SCALE_MIX,
     TRAINING_MIX,
@@ -46,13 +54,19 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class PairSettings:
-    """What pairs are made of. `presets` and `scales`: shares of degradation presets and scale factors;
-    `degradations`: how many LR versions are made of each rendered clip; `sharpen`: weight of the target's
-    unsharp mask (0: none), which the LR is made from too."""
+    """What pairs are made of.
+
+    `size`: rows and columns of HQ clips, or their side; `video_fraction`: share of clips from videos, the
+    others being photos under a moving camera; `image_video_fraction`: the same among single images that are
+    drawn as such (not out of a pool), None: like clips; `presets` and `scales`: shares of degradation
+    presets and scale factors; `degradations`: how many LR versions are made of each rendered clip;
+    `sharpen`: weight of the target's unsharp mask (0: none), which the LR is made from too.
+    """
 
     frames: int = 37
-    size: int = 256
+    size: CropSize = 256
     video_fraction: float = 0.5
+    image_video_fraction: float | None = None
     presets: dict[str, float] = field(default_factory=lambda: dict(TRAINING_MIX))
     scales: dict[int, float] = field(default_factory=lambda: dict(SCALE_MIX))
     degradations: int = 2
@@ -225,7 +239,7 @@ class _Ring:
     """Records of one scale: their LR pixels and the numbers that render their HQ, on the device."""
 
     def __init__(self, capacity: int, settings: PairSettings, scale: int, device: torch.device) -> None:
-        height, width = lr_size(settings.size, settings.size, scale)
+        height, width = lr_size(*rows_and_columns(settings.size), scale)
         self.capacity, self.count, self._next = capacity, 0, 0
         self.lr = torch.zeros((capacity, settings.frames, 3, height, width), dtype=torch.uint8, device=device)
         self.table = ClipTable.empty(capacity, settings.frames, device)
@@ -345,10 +359,10 @@ class TrainingPool:
     def batch(
         self, batch_size: int, frames: int, *, scale: int | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """A random batch: (hq, lr_up), both [B, 3, T, S, S] in [-1, 1] on the pool's device.
+        """A random batch: (hq, lr_up), both [B, 3, T, H, W] in [-1, 1] on the pool's device.
 
         Windows of `frames` frames start anywhere in their clips. scale: only records of that factor;
-        default all, by their shares. lr_up is the LR enlarged to S x S by `upsample_lr`. Takes in new
+        default all, by their shares. lr_up is the LR enlarged to that size by `upsample_lr`. Takes in new
         records first (workers=0: only `fill` makes any).
         """
         if self._feed is not None:
@@ -360,8 +374,8 @@ class TrainingPool:
             raise InputError("the pool is empty for a wanted scale; call fill first")
         shares = _shares({name: self.settings.scales[name] for name in scales})
         chosen = self._rng.choice(scales, batch_size, p=shares)
-        size = self.settings.size
-        hq = torch.empty((batch_size, 3, frames, size, size), device=self.device, dtype=dtype)
+        size = rows_and_columns(self.settings.size)
+        hq = torch.empty((batch_size, 3, frames, *size), device=self.device, dtype=dtype)
         lr_up = torch.empty_like(hq)
         for name in np.unique(chosen):
             places = torch.from_numpy(np.flatnonzero(chosen == name)).to(self.device)
@@ -375,7 +389,7 @@ class TrainingPool:
         return hq, lr_up
 
     def _windows(self, ring: _Ring, count: int, frames: int) -> tuple[Tensor, Tensor]:
-        """`count` random windows of a ring: HQ and upsampled LR, float32 [count, 3, T, S, S] in [-1, 1]."""
+        """`count` random windows of a ring: HQ and upsampled LR, float32 [count, 3, T, H, W] in [-1, 1]."""
         size = self.settings.size
         rows = self._rng.integers(ring.count, size=count)
         starts = self._rng.integers(self.settings.frames - frames + 1, size=count)
@@ -397,14 +411,15 @@ class TrainingPool:
         return hq.transpose(1, 2).mul(2).sub_(1), upsample_lr(lr, size).transpose(1, 2)
 
 
-def upsample_lr(lr: Tensor, size: int) -> Tensor:
-    """uint8 [..., 3, h, w] -> float32 [..., 3, S, S] in [-1, 1].
+def upsample_lr(lr: Tensor, size: CropSize) -> Tensor:
+    """uint8 [..., 3, h, w] -> float32 [..., 3, H, W] in [-1, 1].
 
     `F.interpolate(mode="bilinear", align_corners=False)` of the 8-bit values, rounded to 8 bits: what the
     models get in inference.
     """
-    flat = F.interpolate(lr.flatten(0, -4).float(), size=(size, size), mode="bilinear", align_corners=False)
-    return flat.round_().div_(127.5).sub_(1).view(*lr.shape[:-2], size, size)
+    size = rows_and_columns(size)
+    flat = F.interpolate(lr.flatten(0, -4).float(), size=size, mode="bilinear", align_corners=False)
+    return flat.round_().div_(127.5).sub_(1).view(*lr.shape[:-2], *size)
 
 
 def _to_device(pixels: np.ndarray, device: torch.device) -> Tensor:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recavsr.cache_policy import Schedule
 from recavsr.errors import InputError
 from recavsr.models.tensor_file import TensorWriter
 from recavsr.models.weights import ModelFolder, generator_name, released_generator_name
@@ -133,10 +135,29 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {released_generator_name(n): p for n, p in model.named_parameters() if p.requires_grad}
 
 
-def save_adapters(model: nn.Module, path: str | Path) -> None:
+@dataclass(frozen=True)
+class AdapterHeader:
+    """What a file of adapters says of itself."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    schedule: Schedule | None = None  # the route that the adapters were trained under
+    base: Path | None = None  # the model folder that they belong to
+
+
+def save_adapters(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    schedule: Schedule | None = None,
+    base: Path | None = None,
+) -> None:
     """Write `trained_tensors` of a model with adapters, without its frozen base; float32.
 
-    Raises ValueError where no layer has an adapter.
+    `tensors` (our names) replaces them where the model's own are sharded; `schedule` and `base` go into
+    the file's header. Raises ValueError where no layer has an adapter.
     """
     layers = dict(adapted(model))
     if not layers:
@@ -148,10 +169,31 @@ def save_adapters(model: nn.Module, path: str | Path) -> None:
         "alpha": first.scale * rank,
         "targets": sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in layers}),
     }
-    tensors = {
-        name: value.detach().float().cpu().contiguous() for name, value in trained_tensors(model).items()
-    }
-    save_file(tensors, str(path), metadata={"lora": json.dumps(settings)})
+    named = trained_tensors(model)
+    if tensors is not None:
+        named = {released_generator_name(name): value for name, value in tensors.items()}
+    header = {"lora": json.dumps(settings)}
+    if schedule is not None:
+        header["schedule"] = json.dumps(schedule.to_config())
+    if base is not None:
+        header["base"] = str(base.resolve())
+    written = {name: value.detach().float().cpu().contiguous() for name, value in named.items()}
+    save_file(written, str(path), metadata=header)
+
+
+def read_header(path: str | Path) -> AdapterHeader:
+    """Read what a file of `save_adapters` says of itself; raise InputError where it is none."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            found = file.metadata() or {}
+        settings = json.loads(found.get("lora", "null"))
+        if not isinstance(settings, dict) or set(settings) != {"rank", "alpha", "targets"}:
+            raise InputError(f"{path} holds no adapters: its header names no rank, alpha and targets")
+        schedule = Schedule.from_config(json.loads(found["schedule"])) if "schedule" in found else None
+        base = Path(found["base"]) if "base" in found else None
+        return AdapterHeader(settings["rank"], settings["alpha"], tuple(settings["targets"]), schedule, base)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InputError(f"{path} can not be read as adapters: {error}") from error
 
 
 def load_adapters(model: nn.Module, path: str | Path) -> None:
@@ -159,17 +201,12 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
 
     Raises InputError where the file is none of `save_adapters`, or does not fit the generator.
     """
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            settings = json.loads((file.metadata() or {}).get("lora", "null"))
-            tensors = {generator_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError) as error:
-        raise InputError(f"{path} can not be read as adapters: {error}") from error
-    if not isinstance(settings, dict) or set(settings) != {"rank", "alpha", "targets"}:
-        raise InputError(f"{path} holds no adapters: its header names no rank, alpha and targets")
+    header = read_header(path)
+    with safe_open(str(path), framework="pt") as file:
+        tensors = {generator_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     full = tuple(part for part in TRAINED_IN_FULL if any(name.startswith(f"{part}.") for name in tensors))
     try:
-        attach(model, settings["rank"], settings["alpha"], settings["targets"], full)
+        attach(model, header.rank, header.alpha, header.targets, full)
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} does not fit the model: {error}") from error
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -191,10 +228,11 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
 def merge_into_folder(model: str | Path, adapters: str | Path, output: str | Path, dtype: torch.dtype) -> int:
     """Write a model folder whose generator has the adapters merged; return how many layers had one.
 
+    Its schedule is that of the adapters, where they name one.
     The generator is held once, in `dtype`, with the adapters beside it. `output` must not exist, or be
     an empty folder; nothing is left there after an error. Raises InputError for what does not fit.
     """
-    folder, output = ModelFolder.open(model), Path(output)
+    folder, output, schedule = ModelFolder.open(model), Path(output), read_header(adapters).schedule
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} exists already and is not an empty folder: choose another name")
     generator = folder.load_generator(dtype=dtype)
@@ -210,6 +248,10 @@ def merge_into_folder(model: str | Path, adapters: str | Path, output: str | Pat
         for path in folder.path.iterdir():
             if path.is_file() and path.name != file.name:
                 shutil.copyfile(path, pending.path / path.name)
+        if schedule is not None:
+            config = replace(folder.generator, schedule=schedule).to_released()
+            text = json.dumps(config, indent=1) + "\n"
+            (pending.path / "model_config.json").write_text(text, encoding="utf-8")
         ModelFolder.open(pending.path).check()
     except BaseException:
         pending.discard()

@@ -8,6 +8,7 @@ model folder, in diffusers' names.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from recavsr.errors import InputError
 from recavsr.models.weights import load_strictly, read_tensors
+from recavsr.state import State
 
 # fmt: off
 WAN22_VAE: dict[str, Any] = {
@@ -52,6 +54,13 @@ WAN22_VAE: dict[str, Any] = {
 """The `vae_config.json` of Wan2.2-TI2V-5B, which its official checkpoints keep in code."""
 
 
+@dataclass(frozen=True)
+class WanDecoderState(State):
+    """The last features that each causal convolution of the decoder has seen; none at the start."""
+
+    features: tuple[Tensor | str | None, ...] | None = None  # text: a mark of diffusers' own
+
+
 class WanVAE(nn.Module):
     """Encodes frames to normalised latents and decodes them; deterministic (the posterior's mean)."""
 
@@ -70,7 +79,8 @@ class WanVAE(nn.Module):
         fields = {k: v for k, v in config.items() if not k.startswith("_") and k not in ignored}
         try:
             self.model = AutoencoderKLWan(**fields)
-            mean, std = (torch.tensor(fields[name]) for name in ("latents_mean", "latents_std"))
+            # On the CPU also where the network is built without values.
+            mean, std = (torch.tensor(fields[n], device="cpu") for n in ("latents_mean", "latents_std"))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"vae_config.json does not describe a Wan autoencoder: {error}") from error
         self.register_buffer("latents_mean", mean.view(1, -1, 1, 1, 1), persistent=False)
@@ -78,9 +88,17 @@ class WanVAE(nn.Module):
 
     @classmethod
     def load(
-        cls, folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        decoder: bool = True,
     ) -> WanVAE:
-        """Load `vae.safetensors` strictly; raise InputError where the folder lacks it or it does not fit."""
+        """Load `vae.safetensors` strictly, frozen; without its decoder if only `encode` is wanted.
+
+        Raises InputError where the folder lacks the file, or it does not fit.
+        """
         weights, config = Path(folder) / "vae.safetensors", Path(folder) / "vae_config.json"
         if not weights.is_file() or not config.is_file():
             raise InputError(f"{folder} holds no vae.safetensors with a vae_config.json")
@@ -88,8 +106,11 @@ class WanVAE(nn.Module):
             fields = json.loads(config.read_text(encoding="utf-8"))
         except ValueError as error:
             raise InputError(f"{config} can not be read as JSON: {error}") from error
-        vae = cls(fields)
+        with torch.device("meta"):
+            vae = cls(fields)
         load_strictly(vae.model, read_tensors(weights, device, dtype), weights, str)
+        if not decoder:
+            vae.model.decoder = vae.model.post_quant_conv = None
         return vae.to(device).eval().requires_grad_(False)
 
     def encode(self, frames: Tensor) -> Tensor:
@@ -106,3 +127,28 @@ class WanVAE(nn.Module):
         """Decode normalised latents [B, 48, T, H, W] to frames [B, 3, 4 T - 3, 16 H, 16 W] in [-1, 1]."""
         latents = latents.float() * self.latents_std + self.latents_mean
         return self.model.decode(latents.to(self.model.dtype)).sample.float().clamp(-1, 1)
+
+    def start(self) -> WanDecoderState:
+        """Return the decoder's state before the first latent of a clip."""
+        return WanDecoderState()
+
+    def step(self, state: WanDecoderState, latents: Tensor) -> tuple[WanDecoderState, Tensor]:
+        """Decode the next latents [B, 48, T, H, W] of a clip, normalised.
+
+        Returns their frames [B, 3, F, 16 H, 16 W] in float32, not clamped: F = 4 T, or 4 T - 3 at the start.
+        """
+        from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+        latents = latents.float() * self.latents_std + self.latents_mean
+        x = self.model.post_quant_conv(latents.to(self.model.dtype))
+        features, pieces = state.features, []
+        for latent in x.split(1, dim=2):
+            first = features is None
+            if features is None:
+                self.model.clear_cache()
+                features = (None,) * len(self.model._feat_map)
+            cache = list(features)  # the decoder replaces what is in it
+            pieces.append(self.model.decoder(latent, feat_cache=cache, feat_idx=[0], first_chunk=first))
+            features = tuple(cache)
+        frames = unpatchify(torch.cat(pieces, dim=2), patch_size=self.model.config.patch_size)
+        return WanDecoderState(features), frames.float()

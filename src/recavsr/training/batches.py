@@ -1,6 +1,6 @@
 """Where training batches come from: sources whose position can be saved, and drawing one batch ahead.
 
-S rows and columns of a clip, F frames.
+H W rows and columns of a clip, F frames.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PairSource:
         self._ahead: tuple[BatchSettings, list[Future[tuple[Tensor, Tensor]]]] | None = None
 
     def batch(self, settings: BatchSettings) -> Batch:
-        """Return this rank's clips of the next batch: [B, 3, F, S, S]."""
+        """Return this rank's clips of the next batch: [B, 3, F, H, W]."""
         count, frames = size_of_batch(settings, self._seed, self._number)
         if self._threads is None:
             made = [self._make(index, frames) for index in self._own(self._first, count)]
@@ -108,8 +108,10 @@ class PairSource:
         return [self._threads.submit(self._make, index, frames) for index in self._own(first, count)]
 
     def _make(self, index: int, frames: int) -> tuple[Tensor, Tensor]:
-        """Make clip `index`: HQ and enlarged LR, [3, F, S, S] in [-1, 1]."""
+        """Make clip `index`: HQ and enlarged LR, [3, F, H, W] in [-1, 1]."""
         settings = replace(self._pairs, frames=frames, degradations=1)
+        if frames == 1 and settings.image_video_fraction is not None:
+            settings = replace(settings, video_fraction=settings.image_video_fraction)
         (pair,) = make_pairs(self._clips, settings, self._seed, index)
         hq = self._clips.render(pair.spec, frames, settings.size)
         if settings.sharpen:

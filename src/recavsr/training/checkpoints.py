@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step_00001000` written by torch.distributed.checkpoint, sharded or not, and
 by any number of ranks; beside the tensors `run.pt` holds step, time, random states and the place in
-the data. It appears under its name only when it is complete.
+the data. What is frozen is left out: a stage has it from its start. A checkpoint appears under its name
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -119,12 +120,22 @@ class Checkpoints:
 
     def _tensors(self) -> dict[str, Any]:
         return {
-            "model": self._model.state_dict(),
+            "model": _not_frozen(self._model),
             "players": {
                 name: {key: {str(i): x for i, x in values.items()} for key, values in player.state().items()}
                 for name, player in self._players.items()
             },
         }
+
+
+def _not_frozen(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the trained parameters and all buffers; what is frozen comes from the stage's start again."""
+    tensors = model.state_dict(keep_vars=True).items()
+    return {
+        name: tensor.detach()
+        for name, tensor in tensors
+        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
 
 
 def complete(folder: Path) -> list[Path]:

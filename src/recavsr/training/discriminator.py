@@ -96,13 +96,21 @@ class LatentFeatures(nn.Module):
         self.register_buffer("prompt", prompt.detach().clone())
 
     @classmethod
-    def of(cls, generator: Generator, layers: tuple[int, ...], prompt: Tensor) -> LatentFeatures:
-        """Copy what is needed of a generator, on its device and in its dtype."""
-        weight = generator.patch_embedding.weight
-        features = cls(generator.config, layers, prompt).to(weight.device, weight.dtype)
-        wanted = {name for name, _ in features.named_parameters()}
-        found = {name: value for name, value in generator.state_dict().items() if name in wanted}
-        features.load_state_dict({**found, "prompt": features.prompt})
+    def of(
+        cls, generator: Generator, layers: tuple[int, ...], prompt: Tensor, *, share: bool = False
+    ) -> LatentFeatures:
+        """Copy what is needed of a generator, on its device and in its dtype, without its adapters.
+
+        With `share` they are the generator's own parameters, not copies: for those that are frozen.
+        """
+        parameters = dict(generator.named_parameters())
+        dtype = generator.patch_embedding.weight.dtype
+        with torch.device("meta"):
+            features = cls(generator.config, layers, prompt.detach().to(dtype))
+        found = {name: parameters[name] for name, _ in features.named_parameters()}
+        if not share:
+            found = {name: nn.Parameter(value.detach().clone()) for name, value in found.items()}
+        features.load_state_dict({**found, "prompt": features.prompt}, assign=True)
         return features
 
     def grid(self, latents: Tensor) -> Grid:
@@ -192,9 +200,14 @@ class MSQDiscriminator(nn.Module):
         self.heads = nn.ModuleList(QueryHead(backbone.config.width, config) for _ in config.layers)
 
     @classmethod
-    def of(cls, generator: Generator, prompt: Tensor, config: MSQConfig) -> MSQDiscriminator:
-        """Build a discriminator on a copy of the generator's first layers, on its device."""
-        backbone = LatentFeatures.of(generator, config.layers, prompt)
+    def of(
+        cls, generator: Generator, prompt: Tensor, config: MSQConfig, *, share: bool = False
+    ) -> MSQDiscriminator:
+        """Build a discriminator on a copy of the generator's first layers, on its device.
+
+        With `share` on these layers themselves (see `LatentFeatures.of`), which must be frozen.
+        """
+        backbone = LatentFeatures.of(generator, config.layers, prompt, share=share)
         return cls(backbone, config).to(prompt.device)
 
     def draw_supports(self, latents: Tensor) -> Supports:

@@ -157,6 +157,20 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def whole_trained(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """Return a model's trained parameters, whole and on the CPU, to rank 0; nothing to the others.
+
+    Every rank must call it. One parameter at a time is whole on the devices.
+    """
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if world.leads:
+                trained[name] = value.detach().cpu()
+    return trained
+
+
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's tensors, whole and on the CPU. Under FSDP every rank must call it."""
     return {

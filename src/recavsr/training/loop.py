@@ -44,6 +44,7 @@ class RunSettings:
     seconds: float | None = None
     precision: Precision = "fp32"  # bf16: autocast, on a card only
     micro_batches: int = 1
+    clips_a_pass: int | None = None  # clips of a micro-batch, instead of their number
     graphs: bool = True  # one CUDA graph a step, on a card and unless FSDP shards the model
     log_every: int = 50
     save_every: int = 500
@@ -53,6 +54,10 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
             raise InputError("a stage needs a number of steps or of seconds")
+
+    def passes(self, clips: int) -> int:
+        """Return into how many micro-batches a process splits its `clips` clips, and its images."""
+        return self.micro_batches if self.clips_a_pass is None else max(1, clips // self.clips_a_pass)
 
     def progress(self, step: int, seconds: float) -> float:
         """Return the done share of the stage after `step` steps and `seconds`, at most 1."""
@@ -82,16 +87,17 @@ def train(
     """
     on_card = world.device.type == "cuda"
     graphs = run.graphs and on_card and not is_sharded(objective.model)
+    passes = run.passes(world.share(objective.batches.clips, "clips of a batch"))
     step_function = TrainingStep(
         objective,
         world,
         precision=run.precision if on_card else "fp32",
-        micro_batches=run.micro_batches,
+        micro_batches=passes,
         graphs=graphs,
     )
     for count in sorted({objective.batches.clips, objective.batches.images} - {0}):
-        if world.share(count, "clips of a batch") % run.micro_batches:
-            raise InputError(f"{count} clips can't be split into {run.micro_batches} micro-batches a process")
+        if world.share(count, "clips of a batch") % passes:
+            raise InputError(f"{count} clips can't be split into {passes} micro-batches a process")
     checkpoints = Checkpoints(
         folder / "checkpoints",
         objective.model,

@@ -8,7 +8,8 @@ fragmentation are not counted: leave a tenth of the card for them.
 Precision (see `models.lora`): frozen weights bfloat16, trained ones float32 with float32 gradients and
 two float32 moments; activations bfloat16, norms float32. FSDP2 shards all of these over the GPUs and
 gathers one layer at a time in bfloat16. Words: a *pass* is one clip through the generator; larger
-batches accumulate gradients over passes and need no more memory.
+batches accumulate gradients over passes. In Stage 1 a pass is forgotten before the next one; in Stage 2
+the generator's update follows the discriminator's of all passes, whose rollouts are held until then.
 
 Shapes: N tokens of a latent, C width of the generator, L prompt tokens.
 """
@@ -29,12 +30,14 @@ from recavsr.models.presets import recavsr_5b
 
 BF16, FP32 = 2, 4
 
-WAN_DECODER_BYTES = 31_700
+WAN_DECODER_BYTES, WAN_DECODER_BYTES_RECOMPUTED = 32_537, 7_512 + 7_973
 """What the Wan2.2 decoder keeps of one latent (4 frames), bfloat16, a pixel of the picture.
 
-Counted by autograd's saved tensors on the decoder at full width: 37,163 at 32 x 32 pixels and 35,782
-at 32 x 64; the part that goes with the padded border taken off.
+Counted by autograd's saved tensors at full width and 704 x 1280, without values. Recomputed: what is kept
+outside of the residual blocks with their inputs, and the inside of the largest of them.
 """
+WAN_DECODER_HISTORY = 3_569
+"""What the Wan2.2 decoder remembers from latent to latent, bfloat16, a pixel; counted at full width."""
 LPIPS_BYTES = {"alex": 113, "vgg": 1956}
 """What LPIPS keeps of one frame, float32, a pixel; counted by autograd's saved tensors up to 256 x 256."""
 WAN_ENCODER_PARAMETERS, WAN_DECODER_PARAMETERS = 149_627_776 + 9_312, 555_049_228 + 2_352
@@ -52,10 +55,11 @@ class TrainingSetup:
     height: int = 704
     width: int = 1280
     clips: int = 1  # clips of one pass on one GPU
+    passes: int = 1  # of one step on one GPU
     plan: BlockPlan = BlockPlan()  # noqa: RUF009
     prompt_tokens: int = 512
-    recompute: bool = True  # keep each layer's input and compute its inside again in the backward pass
-    perceptual: str = "alex"  # the backbone of LPIPS in Stage 2
+    recompute: bool = True  # layers, LR projector, the VAE decoder's blocks: kept inputs, inside again
+    perceptual: str = "vgg"  # the backbone of LPIPS in Stage 2
     autoencoder: bool = True  # encode HQ frames, and in Stage 2 compare decoded ones
 
     @property
@@ -75,6 +79,11 @@ class TrainingSetup:
     def tokens(self) -> int:
         """Return the tokens of a pass."""
         return self.clips * self.cells * sum(map(len, self.blocks))
+
+
+STAGE1 = TrainingSetup(passes=4)
+STAGE2 = TrainingSetup(passes=2)
+"""The paper's batches of 32 and 16 clips on eight GPUs (its images take no more)."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,7 @@ def plan_stage1(setup: TrainingSetup, action: CacheAction = CacheAction(6)) -> M
     config, count = setup.generator, ParameterCount.of(setup.generator, setup.rank)
     schedule = Schedule.uniform(config.layers, action, config.schedule.anchor_rule)
     held = _states(setup, count, average=False)
-    held |= _pass(setup)
+    held |= _frames(setup) | _pass(setup)
     inside = [
         layer_activations(config, setup.rank, setup.tokens, setup.clips * setup.cells * latents, joined=True)
         for latents in seen_keys(schedule, setup.blocks)
@@ -203,7 +212,7 @@ def plan_stage1(setup: TrainingSetup, action: CacheAction = CacheAction(6)) -> M
     held |= _insides(setup, inside)
     if setup.autoencoder:
         held["Wan encoder, bf16, whole"] = BF16 * WAN_ENCODER_PARAMETERS
-    moments = _moments(setup, count)
+    moments = _moments(setup, count, setup.frames)
     if setup.recompute:
         moments["backward of a layer: its inside again"] = max(inside) + _backward_buffers(setup)
     return MemoryPlan(held, moments)
@@ -217,12 +226,19 @@ def plan_stage2(setup: TrainingSetup) -> MemoryPlan:
     judged = msq_layers(config.layers)[-1]
     backbone = judged * count.frozen_layer + count.frozen_rest
     heads = msq_parameters(width)
-    held["discriminator: frozen backbone, bf16, sharded"] = BF16 * backbone // setup.gpus
+    if setup.gpus > 1:  # one GPU has the generator's own
+        held["discriminator: frozen backbone, bf16, sharded"] = BF16 * backbone // setup.gpus
     held["discriminator: heads, gradients, moments, fp32, whole"] = 4 * FP32 * heads
     if setup.autoencoder:
         autoencoder = WAN_ENCODER_PARAMETERS + WAN_DECODER_PARAMETERS
         held["Wan encoder and decoder, bf16, whole"] = BF16 * autoencoder
-    held |= _pass(setup)
+    held |= _frames(setup)
+    of_passes = _pass(setup)
+    if setup.recompute:
+        cells = setup.clips * _cells(setup)
+        history = 3 * (3 * config.latent_stride**2 + config.lr_hidden[0])  # 3 frames of both convolutions
+        blocks = len(setup.blocks) - 1
+        of_passes["histories of the LR projector, every block"] = blocks * cells * history * BF16
     per_block = [
         [
             layer_activations(
@@ -238,21 +254,24 @@ def plan_stage2(setup: TrainingSetup) -> MemoryPlan:
         for action in config.schedule.actions
     ]
     kept = sum(_history(action, config.schedule, setup.blocks) for action in config.schedule.actions)
-    held["history of every layer and block"] = setup.clips * kept * setup.cells * 2 * width * BF16
-    held |= _insides(setup, [sum(layer) for layer in per_block])
+    of_passes["history of every layer and block"] = setup.clips * kept * setup.cells * 2 * width * BF16
+    of_passes |= _insides(setup, [sum(layer) for layer in per_block])
     layer = layer_activations(config, 0, tokens, tokens)
     if setup.recompute:
-        held["discriminator: inputs of its layers, generated clip"] = judged * tokens * width * BF16
+        of_passes["discriminator: inputs of its layers, generated clip"] = judged * tokens * width * BF16
     else:
-        held["discriminator: inside of its layers, generated clip"] = judged * layer
-    held["discriminator: features of both clips"] = 2 * len(MSQ_LAYERS) * tokens * width * BF16
-    moments = _moments(setup, count)
+        of_passes["discriminator: inside of its layers, generated clip"] = judged * layer
+    of_passes["discriminator: features of both clips"] = 2 * len(MSQ_LAYERS) * tokens * width * BF16
+    held |= {name: setup.passes * size for name, size in of_passes.items()}
+    moments = _moments(setup, count, setup.plan.frames(0))
     # Two clips through the heads, and R1 once more with the graph of its gradient: inputs and results
     # of each head's norm, float32.
     moments["discriminator: heads of three depths, with R1"] = 4 * len(MSQ_LAYERS) * tokens * 2 * width * FP32
     if setup.autoencoder:
-        kept_a_pixel = WAN_DECODER_BYTES + 4 * LPIPS_BYTES[setup.perceptual]
-        moments["decoder and LPIPS of one latent (4 frames)"] = pixels * kept_a_pixel
+        # What it remembered before and what it remembers now; LPIPS goes frame by frame.
+        decoder = WAN_DECODER_BYTES_RECOMPUTED if setup.recompute else WAN_DECODER_BYTES
+        kept_a_pixel = decoder + 2 * WAN_DECODER_HISTORY + LPIPS_BYTES[setup.perceptual]
+        moments["decoder of one latent (4 frames), LPIPS of one frame"] = pixels * kept_a_pixel
     if setup.recompute:
         again = max(max(layer) for layer in per_block)
         moments["backward of a layer: its inside again"] = max(again, layer) + _backward_buffers(setup)
@@ -298,18 +317,26 @@ def _states(setup: TrainingSetup, count: ParameterCount, *, average: bool) -> di
     return held
 
 
+def _frames(setup: TrainingSetup) -> dict[str, int]:
+    """Return the batches on the card: that of the step, and the next one, drawn ahead."""
+    values = setup.passes * setup.clips * 3 * setup.frames * setup.height * setup.width
+    if setup.autoencoder:
+        return {"HQ and LR frames of a step and of the next, fp32": 2 * 2 * values * FP32}
+    return {"LR frames, bf16": values * BF16}
+
+
 def _pass(setup: TrainingSetup) -> dict[str, int]:
     """Return what a pass keeps beside the layers."""
     config = setup.generator
-    return {
-        "LR frames, bf16": setup.clips * 3 * setup.frames * setup.height * setup.width * BF16,
-        "inside of the LR projector": projector_activations(
+    kept = {}
+    if not setup.recompute:
+        kept["inside of the LR projector"] = projector_activations(
             config, setup.clips, setup.frames, setup.height, setup.width
-        ),
-        "prompt's keys and values, and what gives them": (
-            config.layers * setup.prompt_tokens * config.width * (2 * BF16 + FP32)
-        ),
-    }
+        )
+    kept["prompt's keys and values, and what gives them"] = (
+        config.layers * setup.prompt_tokens * config.width * (2 * BF16 + FP32)
+    )
+    return kept
 
 
 def _insides(setup: TrainingSetup, inside: Sequence[int]) -> dict[str, int]:
@@ -325,13 +352,22 @@ def _backward_buffers(setup: TrainingSetup) -> int:
     return setup.tokens * (2 * BF16 * config.ffn_width + 2 * FP32 * config.width)
 
 
-def _moments(setup: TrainingSetup, count: ParameterCount) -> dict[str, int]:
+def _cells(setup: TrainingSetup) -> int:
+    """Return the cells of one latent."""
+    stride = setup.generator.latent_stride
+    return (setup.height // stride) * (setup.width // stride)
+
+
+def _moments(setup: TrainingSetup, count: ParameterCount, frames: int) -> dict[str, int]:
+    """Return the moments of both stages; `frames`: the most that the LR projector gets at once."""
     config = setup.generator
-    first = config.lr_hidden[0]
-    cells = setup.clips * (setup.height // config.latent_stride) * (setup.width // config.latent_stride)
-    half = (setup.frames + 1) // 2
     # One product for all 3 x 3 places of the kernel, then their sum in float32.
-    moments = {"first convolution of the LR projector": cells * half * first * (9 * BF16 + FP32)}
+    half = (frames + 1) // 2
+    convolution = setup.clips * _cells(setup) * half * config.lr_hidden[0] * (9 * BF16 + FP32)
+    inside = projector_activations(config, setup.clips, frames, setup.height, setup.width)
+    moments = {"first convolution of the LR projector": convolution}
+    if setup.recompute:
+        moments = {"LR projector: its inside again, and its first convolution": inside + convolution}
     if setup.gpus > 1:
         moments["gradients outside of layers before they are reduced"] = (BF16 + FP32) * count.trained_rest
     return moments

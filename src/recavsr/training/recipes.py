@@ -37,7 +37,14 @@ from recavsr.training.nano import (
 )
 from recavsr.training.nano_stages import NanoStage1, NanoStage2, Stage1Sizes, stage2_settings
 from recavsr.training.objective import BatchSettings, Objective, OptimizerSettings
-from recavsr.training.runner import Recipe, RecipeStage, RunOptions, Setup, run_recipe
+from recavsr.training.paper import (
+    paper_5b_adaptation,
+    paper_5b_decoder,
+    paper_5b_routing,
+    paper_5b_stage2,
+    paper_debug,
+)
+from recavsr.training.runner import Recipe, RecipeStage, RunOptions, Setup, about, run_recipe
 from recavsr.training.stage1 import RouteLearning
 from recavsr.training.stage2 import Stage2Settings
 
@@ -153,18 +160,18 @@ def nano_full() -> Recipe:
         nano_stage("joint"),
         stage2_stage(_timed(360)),
     )
-    return Recipe(_about(nano_full), stages, NANO_PAIRS)
+    return Recipe(about(nano_full), stages, NANO_PAIRS)
 
 
 def nano_short() -> Recipe:
     """nano's short form, from encoder to polish. 22 minutes on one large card."""
-    return Recipe(_about(nano_short), tuple(nano_stage(name) for name in SHORT_FORM), NANO_PAIRS)
+    return Recipe(about(nano_short), tuple(nano_stage(name) for name in SHORT_FORM), NANO_PAIRS)
 
 
 def nano_control() -> Recipe:
     """The control of nano: the decoder alone on the same data. 13 minutes on one large card."""
     stages = (nano_stage("control"), nano_stage("control_polish"))
-    return Recipe(_about(nano_control), stages, NANO_PAIRS)
+    return Recipe(about(nano_control), stages, NANO_PAIRS)
 
 
 def nano_debug() -> Recipe:
@@ -196,18 +203,25 @@ def nano_debug() -> Recipe:
         else:
             images = replace(batches, images=4, image_fraction=0.25)
             stages.append(stage1_stage(name, run, Stage1Sizes(images, optimizer)))
-    return Recipe(_about(nano_debug), tuple(stages), small, data="exact", sample_of_data=(2, 8), checks=2)
+    return Recipe(about(nano_debug), tuple(stages), small, data="exact", sample_of_data=(2, 8), checks=2)
 
 
 # ---------------------------------------------------------------- the registry
 
 
-def _about(recipe: Callable[[], Recipe]) -> str:
-    return (recipe.__doc__ or "").strip()
-
-
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (nano_full, nano_short, nano_control, nano_debug)
+    recipe.__name__: recipe
+    for recipe in (
+        nano_full,
+        nano_short,
+        nano_control,
+        nano_debug,
+        paper_5b_adaptation,
+        paper_5b_routing,
+        paper_5b_stage2,
+        paper_5b_decoder,
+        paper_debug,
+    )
 }
 """What `recavsr train NAME` knows."""
 

@@ -65,6 +65,7 @@ class Recipe:
     pairs: PairSettings = field(default_factory=PairSettings)
     data: Literal["pool", "exact"] = "pool"  # a pool for throughput, or exactly repeatable batches
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
+    make_start: Callable[[Path], None] | None = None  # writes what to start from where a user names nothing
     checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
 
 
@@ -114,10 +115,25 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
         tell = say if world.leads else _silent
         options.out.mkdir(parents=True, exist_ok=True)
         with _open_data(recipe, options, world, tell) as source_of:
-            start = options.start
+            start = _start(recipe, options, world)
             for number, stage in enumerate(recipe.stages):
                 _run_stage(stage, source_of(number), recipe, options, world, start, tell)
                 start = result_of(options.out, stage.name)
+
+
+def _start(recipe: Recipe, options: RunOptions, world: World) -> Path | None:
+    if options.start is not None or recipe.make_start is None:
+        return options.start
+    start = options.out / "start"
+    if world.leads and not start.exists():
+        recipe.make_start(start)
+    world.barrier()
+    return start
+
+
+def about(recipe: Callable[[], Recipe]) -> str:
+    """Return what a recipe's function says of it."""
+    return (recipe.__doc__ or "").strip()
 
 
 def result_of(out: Path, name: str) -> Path:

@@ -215,13 +215,20 @@ class Stage2Objective:
         self, batch: Batch, real: Tensor, fake: Tensor, plan: BlockPlan
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum of all losses against the truth, and each of them."""
-        settings = self.settings
-        frames = self.decode(split_blocks(fake, plan), batch.lr, plan)
-        total, terms = settings.frames(
-            frames, batch.hq, batch.lr, self.distance, checkpoint=settings.checkpoint
-        )
+        total, terms = self.compare_frames(batch, fake, plan)
         latent = F.mse_loss(fake, real)
-        return total + settings.latent_weight * latent, {"latent": latent, **terms}
+        return total + self.settings.latent_weight * latent, {"latent": latent, **terms}
+
+    def compare_frames(
+        self, batch: Batch, latents: Tensor, plan: BlockPlan
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted sum of the losses of decoded frames, and each of them.
+
+        This decodes a whole clip at once; see `vae_losses` for a decoder too large for that.
+        """
+        settings = self.settings
+        frames = self.decode(split_blocks(latents, plan), batch.lr, plan)
+        return settings.frames(frames, batch.hq, batch.lr, self.distance, checkpoint=settings.checkpoint)
 
 
 def trained_parameters(*parts: nn.Module | nn.Parameter) -> tuple[nn.Parameter, ...]:
