@@ -66,7 +66,7 @@ def test_each_forgetting_shows_from_the_second_block_on(variant: str) -> None:
 def test_decoder_alone_keeps_latents_and_is_not_a_start() -> None:
     model, lr = tiny_model(PLAN), pieces()
     state = state_after_two(model)
-    generator, latents = model.generate(state, lr[2])
+    _, latents = model.generate(state, lr[2])
     _, frames = Ablated(model, "decoder-alone").step(state, lr[2])
     layers = len(state.decoder.layers)
     _, expected = model.decoder.step(DecoderState((None,) * layers, 4), latents, lr[2])

@@ -49,7 +49,7 @@ from recavsr.stream.load import load
 from recavsr.stream.step import ReCaVSR, StreamState
 
 Memory = Literal["recycled", "history", "lr", "decoder"]
-"""A part of a stream's state: recycled latents, the generator's K/V, the LR projector's frames, the decoder's K/V."""
+"""A part of a stream's state: recycled latents, generator's K/V, LR projector's frames, decoder's K/V."""
 
 FORGETTING: Mapping[str, frozenset[Memory]] = MappingProxyType(
     {
@@ -121,12 +121,8 @@ def worth_table(rows: Sequence[dict[str, Any]], model: str) -> str:
     lines: list[str] = []
     for degradation in dict.fromkeys(degradation for degradation, _ in means):
         whole = means[degradation, model]
-        lines += [
-            f"### {degradation}",
-            "",
-            "| without | " + " | ".join(name for name, _, _ in columns) + " |",
-        ]
-        lines.append("|---" * (1 + len(columns)) + "|")
+        headings = " | ".join(["without", *(name for name, _, _ in columns)])
+        lines += [f"### {degradation}", "", f"| {headings} |", "|---" * (1 + len(columns)) + "|"]
         for variant in VARIANTS:
             row = means.get((degradation, f"{model} {variant}"))
             if row is None:
@@ -153,9 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", required=True, type=Path, help="result file (JSON)")
     parser.add_argument("--full", action="store_true", help="the full protocol instead of the quick one")
     parser.add_argument("--clips", help="comma-separated names of some of the clips")
-    parser.add_argument(
-        "--still", type=int, help="side of the still scenes (0: none; default: the protocol's)"
-    )
+    parser.add_argument("--still", type=int, help="side of the still scenes (0: none)")
     parser.add_argument("--variants", help=f"comma-separated, of {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--no-lpips", action="store_true", help="leave LPIPS out")
     parser.add_argument("--weights", help="folder of the LPIPS weights")

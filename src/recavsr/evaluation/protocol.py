@@ -111,7 +111,7 @@ def held_out_clips(data: str | os.PathLike[str]) -> list[Path]:
 
 
 def choose_clips(clips: Sequence[Path], names: str | None) -> list[Path]:
-    """The clips whose names a comma-separated list has; all where it is None. Raises InputError for others."""
+    """The clips that a comma-separated list names; all where it is None. Raises InputError for others."""
     if not names:
         return list(clips)
     wanted = names.split(",")
