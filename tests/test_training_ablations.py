@@ -38,7 +38,7 @@ TOY = Micro(
     clips=1,
     perceptual_weight=0.0,
     evaluated_frames=25,
-    evaluated_photos=1,
+    evaluated_photos=0,
 )
 
 
@@ -191,7 +191,9 @@ def test_validation_pairs_are_held_back_and_alike_every_time(bench: Bench) -> No
     rows = validate([Upscaler("bicubic", bicubic, per_frame=True)], first)
     assert [row["degradation"] for row in rows] == [*CONDITIONS] * 2
     assert min(row["psnr"] for row in rows) > 15
-    assert min(row["still_flicker"] for row in rows) > 0
+    mild, heavy, bursts = (row["still_flicker"] for row in rows[:3])
+    assert bursts > 2 * mild > 0
+    assert heavy < bursts  # H.264 holds what stands still
 
 
 # ---------------------------------------------------------------- a run

@@ -120,7 +120,7 @@ TABLES: dict[str, Table] = {
     ),
     "decoder": Table(
         "LR conditioning of the decoder",
-        "Reconstruction of true latents; `whole` behind the generator. FPS, memory: the decoder in mid-stream.",
+        "Reconstruction of true latents; `whole`: behind the generator. FPS, memory: decoder, mid-stream.",
         (
             _metric("PSNR", "psnr", ".2f", 1, model="reconstruction"),
             _metric("SSIM", "ssim", ".4f", 1, model="reconstruction"),
