@@ -275,7 +275,8 @@ def test_the_report_says_what_came_out() -> None:
             result("uniform-3r", "cache", 1, 30.3),
         ]
     )
-    assert "| routed | 30.30 ± 0.10 | - | - |" in text
+    assert "| variant | PSNR | flicker | slots | KV (MB) | attention | steps | seeds |" in text
+    assert "| routed | 30.30 ± 0.10 | 0.066" in text
     assert "**routed against uniform-r**: PSNR +0.30 (better in every seed)" in text
     assert "**routed against uniform-3r**: PSNR +0.00 (seeds disagree)" in text
     assert "no-recycling" not in text

@@ -77,6 +77,10 @@ _SSIM = _metric("SSIM", "ssim", ".4f", 1)
 _LPIPS = _metric("LPIPS", "lpips", ".4f", -1)
 _TD = _metric("td", "td", ".3f", -1)
 _FLICKER = _metric("flicker", "still_flicker", ".3f", -1)
+_HELD_OUT = tuple(
+    _metric(f"held-out {heading}", metric, form, better, conditions=("held-out mild", "held-out heavy"))
+    for heading, metric, form, better in (("PSNR", "psnr", ".2f", 1), ("LPIPS", "lpips", ".4f", -1))
+)
 _STEPS = Column("steps", lambda result: sum(result["steps"].values()), ".0f")
 
 
@@ -104,6 +108,7 @@ TABLES: dict[str, Table] = {
             _cost("slots", "slots", ".0f"),
             _cost("KV (MB)", "history_bytes", ".0f", 1e6),
             Column("attention", lambda result: result["history_latents"], ".1f"),
+            *_HELD_OUT,
             _STEPS,
         ),
         (("routed", "no-recycling"), ("routed", "uniform-r"), ("routed", "uniform-3r")),
@@ -111,7 +116,7 @@ TABLES: dict[str, Table] = {
     "scopes": Table(
         "Query scopes",
         "Matched number of queries. The paper has NIQE, MUSIQ and DOVER. NIQE rewards grit: never alone.",
-        (_metric("NIQE", "niqe", ".3f", -1), _LPIPS, _PSNR, _FLICKER, _STEPS),
+        (_metric("NIQE", "niqe", ".3f", -1), _LPIPS, _PSNR, _FLICKER, *_HELD_OUT, _STEPS),
         (
             ("scope-spatial", "scope-global"),
             ("scope-temporal", "scope-global"),
@@ -128,6 +133,7 @@ TABLES: dict[str, Table] = {
             _metric("whole PSNR", "psnr", ".2f", 1),
             _cost("FPS", "decoder_fps", ".1f"),
             _cost("Mem. (GB)", "decoder_peak_bytes", ".2f", 1e9),
+            *_HELD_OUT,
             _STEPS,
         ),
         (("decoder", "decoder-no-lr"),),
@@ -146,6 +152,7 @@ TABLES: dict[str, Table] = {
             _worth("stateless, flicker", "still_flicker", "stateless", *TABLE_CONDITIONS),
             _worth("alone, PSNR (bursts)", "psnr", "blocks-alone", "bursts"),
             _worth("alone, flicker (bursts)", "still_flicker", "blocks-alone", "bursts"),
+            *_HELD_OUT,
             _STEPS,
         ),
         tuple((name, "as-nano") for name in ("short-first", "later-weight", "through", "bursts", "all-four")),
@@ -172,10 +179,12 @@ def render(results: Sequence[Result]) -> str:
 
 
 def _table(table: Table, by_variant: dict[str, list[Result]]) -> list[str]:
-    headings = ["variant", *(column.heading for column in table.columns), "seeds"]
+    results = [result for group in by_variant.values() for result in group]
+    columns = [c for c in table.columns if any(c.value(result) is not None for result in results)]
+    headings = ["variant", *(column.heading for column in columns), "seeds"]
     lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
     for name, group in by_variant.items():
-        cells = [_cell([column.value(result) for result in group], column.form) for column in table.columns]
+        cells = [_cell([column.value(result) for result in group], column.form) for column in columns]
         seeds = ", ".join(str(result["seed"]) for result in group)
         lines.append("| " + " | ".join([name, *cells, seeds]) + " |")
     return lines

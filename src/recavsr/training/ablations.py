@@ -35,7 +35,7 @@ from recavsr.errors import InputError
 from recavsr.evaluation.ablations import Ablated
 from recavsr.evaluation.lpips import LPIPS
 from recavsr.evaluation.peers import Upscaler
-from recavsr.evaluation.protocol import environment, session_upscaler
+from recavsr.evaluation.protocol import QUICK, environment, evaluate, held_out_clips, session_upscaler
 from recavsr.evaluation.validation import (
     ValidationPair,
     frames_to_tensor,
@@ -228,7 +228,7 @@ VARIANTS: dict[str, Variant] = {
         Variant("decoder-no-lr", "decoder", "LR frames zeros", partial(_decoder, False), reconstructs=True),
         _history("as-nano", "rollouts as in nano's joint stage"),
         _history("short-first", "rollouts of 2 + 2 + ... latents", _SHORT),
-        _history("later-weight", "blocks after the first count 3 times", _LATER),
+        _history("later-weight", "a second loss of the blocks after the first, weight 2", _LATER),
         _history("through", "gradients flow into the blocks before", _THROUGH),
         _history("bursts", "half of the clips with bursts of noise", bursts=0.5),
         _history("all-four", "the four together", _SHORT, _LATER, _THROUGH, bursts=0.5),
@@ -277,6 +277,7 @@ class Bench:
     """Folder of LPIPS weights; None: neither a loss nor a metric."""
     workers: int = 14
     fill: int = 512
+    held_out: Path | None = None  # folder of the protocol's clips, to be measured too
     cache: Path | None = None  # of decoded pixels; None: the usual place
 
 
@@ -391,6 +392,10 @@ def _measure(job: Job, bench: Bench, pairs: Sequence[ValidationPair], lpips: LPI
     models = {"whole": model, **{name: Ablated(model, name) for name in variant.forgets}}
     upscalers = [session_upscaler(part, name) for name, part in models.items()]
     rows = validate(upscalers, pairs, lpips=lpips, niqe_every=12)
+    if bench.held_out is not None:
+        clips, cache = held_out_clips(bench.held_out), bench.out / "held_out"
+        for row in evaluate(upscalers[:1], clips, QUICK, lpips=lpips, cache=cache):
+            rows.append(row | {"degradation": f"held-out {row['degradation']}"})
     config = model.generator.config
     found: dict[str, Any] = {"schedule": config.schedule.to_config(), **cost(config)}
     if variant.reconstructs:
@@ -451,6 +456,9 @@ def decoder_speed(decoder: FlashDecoder, height: int, width: int, blocks: int = 
         frames = torch.rand(1, 3, PLAN.frames(block), height, width, device=weight.device, dtype=weight.dtype)
         return latents.to(weight.dtype), frames
 
+    # What else lies on the card (the pool of data) is not the decoder's.
+    others = torch.cuda.memory_allocated() if on_card else 0
+    others -= sum(parameter.nbytes for parameter in decoder.parameters())
     state, _ = decoder.step(decoder.start(), *inputs(0))
     state, _ = decoder.step(state, *inputs(1))
     if on_card:
@@ -465,7 +473,7 @@ def decoder_speed(decoder: FlashDecoder, height: int, width: int, blocks: int = 
     seconds = time.perf_counter() - started
     return {
         "decoder_fps": blocks * PLAN.frames(1) / seconds,
-        "decoder_peak_bytes": torch.cuda.max_memory_allocated() if on_card else None,
+        "decoder_peak_bytes": torch.cuda.max_memory_allocated() - others if on_card else None,
     }
 
 
@@ -521,6 +529,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clips", type=int, default=Micro.clips, help="clips of a rollout")
     parser.add_argument("--budget", type=float, help="seconds after which no variant may end")
     parser.add_argument("--lpips", type=Path, help="folder of LPIPS weights; without it no LPIPS at all")
+    parser.add_argument(
+        "--data", type=Path, help="folder of the protocol's held-out clips: measure these too"
+    )
     parser.add_argument("--cards", type=int, default=1, help="cards to spread the variants over")
     parser.add_argument("--workers", type=int, default=14, help="processes that make data, a card")
     parser.add_argument("--fill", type=int, default=512, help="records to wait for before training")
@@ -549,6 +560,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.lpips,
         options.workers,
         options.fill,
+        options.data,
     )
     jobs = chosen_jobs(options.run, options.seeds)
     if options.only:

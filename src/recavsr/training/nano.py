@@ -202,7 +202,7 @@ class Stage:
     hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
     plan: BlockPlan = PLAN  # of rollouts: a short first block leaves fewer latents without history
-    later_weight: float = 0.0  # joint: of the blocks after the first, beyond the weight of all
+    later_weight: float = 0.0  # joint: of a second loss, that of the blocks after the first alone
     through_history: bool = False  # joint: gradients flow from a block into those before it
     train_decoder: bool = True  # joint
 
