@@ -340,13 +340,6 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
     """Return pixels, frame differences, latents and (if wanted) a perceptual distance of a rollout."""
     plan, through = stage.plan, stage.through_history
 
-    def distances(
-        latents: Tensor, target: Tensor, frames: Tensor, hq: Tensor, lr: Tensor, losses: FrameLosses
-    ) -> dict[str, Tensor]:
-        total, terms = losses(frames, hq, lr, distance)
-        latent = F.mse_loss(latents, target)
-        return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
-
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             target = model.encode(hq)
@@ -355,12 +348,18 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
         blocks = roll_out(model.generator, condition, noise, lr, plan, through_history=through)
         frames = decode_blocks(model.decoder, blocks, lr, plan, through_history=through)
         latents = torch.cat(blocks, dim=2)
-        losses = distances(latents, target, frames, hq, lr, stage.frame_losses)
+
+        def from_block(index: int, losses: FrameLosses) -> dict[str, Tensor]:
+            """Return the losses of block `index` and those after it."""
+            first, frame = plan.first_latent(index), plan.first_frame(index)
+            latent = F.mse_loss(latents[:, :, first:], target[:, :, first:])
+            total, terms = losses(frames[:, :, frame:], hq[:, :, frame:], lr[:, :, frame:], distance)
+            return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
+
+        losses = from_block(0, stage.frame_losses)
         if not stage.later_weight:
             return losses
-        block, frame = plan.first_latent(1), plan.first_frame(1)
-        pairs = [x[:, :, block:] for x in (latents, target)] + [x[:, :, frame:] for x in (frames, hq, lr)]
-        later = distances(*pairs, replace(stage.frame_losses, perceptual_weight=0.0))["loss"]
+        later = from_block(1, replace(stage.frame_losses, perceptual_weight=0.0))["loss"]
         return losses | {"loss": losses["loss"] + stage.later_weight * later, "later_blocks": later}
 
     return loss
