@@ -134,3 +134,20 @@ def test_unshuffle_order_is_channel_row_column() -> None:
             for column in range(2):
                 part = x[0, channel, :, row::2, column::2]
                 assert torch.equal(out[0, channel * 4 + row * 2 + column], part)
+
+
+@pytest.mark.parametrize("passed", [21, 22, 23, 24])
+def test_a_history_that_forgets_stays_in_phase(projector: LRProjector, passed: int) -> None:
+    """As if all frames before had been the next one, whatever the phase of the strides."""
+    x = torch.rand(1, 3, passed + 12, 16, 16) * 2 - 1
+    state, _ = projector.step(LRProjectorState(), x[:, :, :passed])
+    _, after = projector.step(state.forget(), x[:, :, passed:])
+    conv = projector.conv1
+    history, _ = conv.step(None, unshuffle_frames(x[:, :, :passed], 4))
+    still = unshuffle_frames(x[:, :, passed : passed + 1].expand(-1, -1, passed, -1, -1), 4)
+    stilled, _ = conv.step(None, still)
+    rest = unshuffle_frames(x[:, :, passed:], 4)
+    forgot, kept = conv.step(history.forget(), rest)[1], conv.step(history, rest)[1]
+    assert torch.equal(forgot, conv.step(stilled, rest)[1])
+    assert not torch.equal(forgot, kept)
+    assert after.shape == projector.step(state, x[:, :, passed:])[1].shape

@@ -350,6 +350,30 @@ def test_fixed_degradations_are_the_protocols(name: str) -> None:
     assert D.fixed_degradation(name, 3) == record
 
 
+def test_bursts_of_noise_come_and_go_and_are_all_that_changes() -> None:
+    frames, grey = 200, torch.full((200, 3, 64, 64), 0.5)
+    record = D.DegradationRecord("none", 4, frames, (D.Resize("area", still(1.0, frames), to_lr=True),))
+    noisy = D.with_noise_bursts(record, np.random.default_rng(3))
+    assert D.DegradationRecord.from_json(noisy.to_json()) == noisy
+    levels = np.array(noisy.stages[1].level)
+    deviation = D.apply_degradation(grey, noisy).float().flatten(1).std(1).numpy()
+    assert (deviation[levels == 0] == 0).all()
+    assert np.allclose(deviation[levels > 0], levels[levels > 0], rtol=0.12)
+    changes = np.flatnonzero(np.diff(levels))
+    lengths = np.diff(changes)
+    assert lengths.min() >= 2
+    assert lengths.max() <= 16
+    assert 0.25 < (levels == 0).mean() < 0.85
+    for preset in D.PRESETS:
+        plain = D.sample_degradation(np.random.default_rng(1), preset, 9)
+        burst = D.with_noise_bursts(plain, np.random.default_rng(2))
+        (place,) = [i for i, stage in enumerate(burst.stages) if stage not in plain.stages]
+        before = burst.stages[place - 1]
+        assert isinstance(before, D.Resize)
+        assert before.to_lr
+        assert tuple(stage for stage in burst.stages if stage in plain.stages) == plain.stages
+
+
 def test_parts_of_a_record_degrade_parts_of_the_clip() -> None:
     clip = scene(6)
     kinds = (D.Blur, D.Resize, D.Noise, D.Jpeg)

@@ -160,7 +160,11 @@ def test_another_frame_count_is_refused(start: int, frames: int) -> None:
             model.step(state, latents[:, :, :2], lr_frames[:, :, :frames])
 
 
-@pytest.mark.parametrize("config", [recavsr_5b_decoder(), nano_decoder()], ids=["5B", "nano"])
+@pytest.mark.parametrize(
+    "config",
+    [recavsr_5b_decoder(), nano_decoder(), DecoderConfig(lr_conditioning=False)],
+    ids=["5B", "nano", "no LR"],
+)
 def test_released_config_round_trip(config: DecoderConfig) -> None:
     vae = {"latents_mean": [0.5] * 48, "latents_std": [2.0] * 48}
     wanted = replace(config, latents_mean=(0.5,) * 48, latents_std=(2.0,) * 48)

@@ -168,6 +168,29 @@ def test_a_batch_equals_its_clips() -> None:
         torch.testing.assert_close(both[one], alone, atol=1e-5, rtol=0)
 
 
+def test_without_recycling_zeros_are_fed_by_step_and_by_forward() -> None:
+    """The oracle is the whole generator whose recycled latents are taken away before every step."""
+    plan, (noise, lr_frames) = BlockPlan(2, 2), clip(6)
+    whole, without = tiny_generator(), tiny_generator(replace(GENERATOR, recycling=False))
+    condition, state, wanted = whole.condition(tiny_prompt()), whole.start(), []
+    with torch.no_grad():
+        for index, block in enumerate(plan.cut(6)):
+            first = plan.first_frame(index)
+            state, latents = whole.step(
+                replace(state, recycled=None),
+                condition,
+                noise[:, :, list(block)],
+                lr_frames[:, :, first : first + plan.frames(index)],
+            )
+            wanted.append(latents)
+        _, streamed = stream(without, noise, lr_frames, plan)
+        assert torch.equal(streamed, torch.cat(wanted, dim=2))
+        assert not torch.equal(streamed, stream(whole, noise, lr_frames, plan)[1])
+        at_once = [without(condition, noise, lr_frames, factor * noise, plan) for factor in (0, 1)]
+    assert torch.equal(*at_once)
+    torch.testing.assert_close(noise - at_once[0], streamed, atol=1e-5, rtol=0)
+
+
 def test_later_frames_never_change_earlier_latents() -> None:
     model, plan = tiny_generator(), BlockPlan()
     noise, lr_frames = clip(10)
@@ -261,7 +284,11 @@ def test_a_schedule_of_another_length_is_refused() -> None:
         replace(GENERATOR, schedule=PAPER_SCHEDULE)
 
 
-@pytest.mark.parametrize("config", [recavsr_5b(), nano(), replace(GENERATOR, latent_stride=16)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [recavsr_5b(), nano(), replace(nano(), recycling=False), replace(GENERATOR, latent_stride=16)],
+    ids=str,
+)
 def test_released_config_round_trip(config: GeneratorConfig) -> None:
     assert GeneratorConfig.from_released(config.to_released()) == config
 

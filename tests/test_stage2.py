@@ -94,6 +94,25 @@ def test_gradients_are_the_same_when_a_rollout_is_computed_again(by: str) -> Non
         assert torch.allclose(wanted, got, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("through", [False, True])
+def test_gradients_flow_through_history_if_asked_to(through: bool, checkpoint: bool) -> None:
+    generator, decoder = tiny_generator(), tiny_decoder()
+    condition, ways = (
+        generator.condition(tiny_prompt()),
+        {"checkpoint": checkpoint, "through_history": through},
+    )
+    lr, noise = pairs().lr, torch.randn(2, CHANNELS, 4, 2, 3)
+    first = noise[:, :, :2].clone().requires_grad_()
+    blocks = roll_out(generator, condition, torch.cat([first, noise[:, :, 2:]], 2), lr, PLAN, **ways)
+    (gradient,) = torch.autograd.grad(blocks[-1].sum(), first, allow_unused=True, retain_graph=True)
+    assert (gradient is not None and bool(gradient.any())) == through
+    latents = [block.detach().requires_grad_() for block in blocks]
+    frames = decode_blocks(decoder, latents, lr, PLAN, **ways)
+    (gradient,) = torch.autograd.grad(frames[:, :, -1].sum(), latents[0], allow_unused=True)
+    assert (gradient is not None and bool(gradient.any())) == through
+
+
 def test_a_checkpointed_rollout_keeps_less() -> None:
     """Counted by what autograd saves, which is what fills a card."""
 
@@ -364,7 +383,10 @@ def test_the_decoder_can_go_without_lr_frames() -> None:
     batch = pairs()
     other = Batch(batch.hq, batch.lr.flip(-1))
     assert loss(decoder_objective(), batch) != loss(decoder_objective(), other)
-    without = partial(decoder_objective, lr_conditioning=False)
+
+    def without() -> DecoderObjective:
+        return DecoderObjective(tiny_decoder(lr_conditioning=False), encode, distance, DecoderSettings())
+
     assert loss(without(), batch) == loss(without(), other)
 
 

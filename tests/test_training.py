@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recavsr.cache_policy import CacheAction
 from recavsr.geometry import BlockPlan
 from recavsr.training import nano
 from recavsr.training.losses import (
@@ -90,11 +91,8 @@ def model() -> nano.NanoTraining:
 
 
 @pytest.mark.parametrize("name", ["autoencoder", "control", "generator", "teacher", "joint"])
-def test_every_loss_trains_all_its_parameters(
-    model: nano.NanoTraining, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nano, "PLAN", BlockPlan(1, 1))
-    stage = replace(nano.STAGES[name](), latents=2, perceptual_weight=0.1)
+def test_every_loss_trains_all_its_parameters(model: nano.NanoTraining, name: str) -> None:
+    stage = replace(nano.STAGES[name](), latents=2, perceptual_weight=0.1, plan=BlockPlan(1, 1))
     torch.manual_seed(1)
     hq = torch.rand(2, 3, stage.frames, 64, 64) * 2 - 1
     lr = (hq + 0.1 * torch.randn_like(hq)).clamp(-1, 1)
@@ -120,6 +118,45 @@ def test_every_loss_trains_all_its_parameters(
             assert gradient.isfinite().all(), key
             # the control's latents are zero, so it can not learn what to do with them
             assert gradient.any() or (name == "control" and key == "latent_projection.weight"), key
+
+
+def test_later_blocks_count_more(model: nano.NanoTraining) -> None:
+    """The first block's frames have the base weight, later ones theirs on top."""
+    stage = replace(nano.STAGES["joint"](), latents=3, plan=BlockPlan(1, 1), latent_weight=0.0)
+    stage = replace(stage, difference_weight=0.0)
+    hq = torch.rand(1, 3, 9, 32, 32) * 2 - 1
+    lr = (hq + 0.1 * torch.randn_like(hq)).clamp(-1, 1)
+
+    def losses(later_weight: float) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        return dict(nano.joint_loss(model, replace(stage, later_weight=later_weight), None)(hq, lr))
+
+    with torch.no_grad():
+        base, heavier = losses(0.0), losses(2.0)
+        target = model.encode(hq)  # noise is drawn in its memory layout
+        torch.manual_seed(3)
+        noise = torch.randn_like(target)
+        blocks = roll_out(model.generator, model.generator.condition(model.prompt), noise, lr, stage.plan)
+        frames = decode_blocks(model.decoder, blocks, lr, stage.plan)
+    later = charbonnier(frames[:, :, 1:], hq[:, :, 1:])
+    torch.testing.assert_close(heavier["loss"], base["loss"] + 2 * later)
+
+
+def test_switches_and_schedule_are_saved_with_the_weights(tmp_path: Path) -> None:
+    schedule = replace(nano.nano().schedule, actions=(CacheAction(3),) * 6)
+    generator = replace(nano.nano(), schedule=schedule, recycling=False)
+    decoder = replace(nano.nano_decoder(), lr_conditioning=False)
+    made = nano.NanoTraining(generator, decoder)
+    made.save(tmp_path / "weights.safetensors")
+    made.export(tmp_path / "folder")
+    for saved in ("weights.safetensors", "folder"):
+        again = nano.NanoTraining.starting_from(tmp_path / saved)
+        assert again.generator.config == generator
+        assert not again.decoder.config.lr_conditioning
+        torch.testing.assert_close(again.generator.head.weight, made.generator.head.weight, atol=1e-3, rtol=0)
+    fresh = nano.NanoTraining.on_autoencoder_of(tmp_path / "folder", decoder=nano.nano_decoder())
+    assert fresh.generator.config == generator
+    assert fresh.decoder.config.lr_conditioning
 
 
 def test_latent_statistics_are_shared_and_saved(model: nano.NanoTraining, tmp_path: Path) -> None:

@@ -247,7 +247,9 @@ def test_weights_of_another_schedule_are_refused(debug_run: Path) -> None:
     model.load(debug_run / "joint_model")
     config = model.generator.config
     actions = config.schedule.actions
-    other = NanoTraining(replace(config.schedule, actions=(actions[1], *actions[1:])))
+    other = NanoTraining(
+        replace(config, schedule=replace(config.schedule, actions=(actions[1], *actions[1:])))
+    )
     for name in ("joint.safetensors", "joint_model"):
         with pytest.raises(InputError, match="was trained under the schedule"):
             other.load(debug_run / name)

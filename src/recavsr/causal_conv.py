@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,12 @@ from recavsr.state import State
 class ConvHistory(State):
     """The last `kernel - 1` input frames of one causal convolution, and its phase."""
 
-    frames: Tensor  # [B, C, kernel - 1, H, W]
+    frames: Tensor | None  # [B, C, kernel - 1, H, W]; None: forgotten, the next frame stands for all of them
     phase: int  # frames still to pass before the next output, 0 .. stride - 1
+
+    def forget(self) -> ConvHistory:
+        """Return the history without its frames; outputs stay in phase with the stream."""
+        return replace(self, frames=None)
 
 
 class CausalConv3d(nn.Module):
@@ -42,13 +46,14 @@ class CausalConv3d(nn.Module):
         Returns the next history and the outputs [B, C', F', H', W'] that fell due; F' may be 0.
         """
         reach = self.kernel[0] - 1
-        if history is None:
-            history = ConvHistory(x[:, :, :1].expand(-1, -1, reach, -1, -1), phase=0)
-        seen = torch.cat([history.frames, x], dim=2)
+        before, phase = (None, 0) if history is None else (history.frames, history.phase)
+        if before is None:
+            before = x[:, :, :1].expand(-1, -1, reach, -1, -1)
+        seen = torch.cat([before, x], dim=2)
         frames, stride = x.shape[2], self.stride[0]
-        outputs = max(0, -(-(frames - history.phase) // stride))
-        after = ConvHistory(seen[:, :, frames:], phase=history.phase + outputs * stride - frames)
-        return after, self._convolve(seen[:, :, history.phase :], outputs)
+        outputs = max(0, -(-(frames - phase) // stride))
+        after = ConvHistory(seen[:, :, frames:], phase=phase + outputs * stride - frames)
+        return after, self._convolve(seen[:, :, phase:], outputs)
 
     def _convolve(self, x: Tensor, outputs: int) -> Tensor:
         batch, _, _, height, width = x.shape

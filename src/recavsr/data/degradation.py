@@ -384,6 +384,23 @@ def sample_degradation(
     return DegradationRecord(preset, scale, frames, tuple(draw(rng, frames)))
 
 
+def with_noise_bursts(record: DegradationRecord, rng: np.random.Generator) -> DegradationRecord:
+    """The record with Gaussian noise that comes and goes, added where frames get their LR size.
+
+    Calm stretches of 4 to 16 frames alternate with bursts of 2 to 10, each with a sigma of its own from 8 to
+    40 grey levels: what is hidden in a burst was seen before it. Not part of any published pipeline.
+    """
+    levels: list[float] = []
+    calm = bool(rng.random() < 0.5)
+    while len(levels) < record.frames:
+        length = int(rng.integers(4, 17) if calm else rng.integers(2, 11))
+        levels += [0.0 if calm else round(float(rng.uniform(8, 40)), 3)] * length
+        calm = not calm
+    noise = Noise("gaussian", False, tuple(levels[: record.frames]), int(rng.integers(2**31)))
+    place = 1 + next(i for i, stage in enumerate(record.stages) if isinstance(stage, Resize) and stage.to_lr)
+    return replace(record, stages=(*record.stages[:place], noise, *record.stages[place:]))
+
+
 @dataclass(frozen=True)
 class FixedDegradation:
     """A degradation without draws, for result tables: blur, resize to LR, noise, JPEG, perhaps H.264.

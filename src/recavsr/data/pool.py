@@ -44,6 +44,7 @@ from recavsr.data.degradation import (
     lr_size,
     sample_degradation,
     usm_sharpen,
+    with_noise_bursts,
 )
 from recavsr.errors import InputError
 
@@ -60,7 +61,9 @@ class PairSettings:
     others being photos under a moving camera; `image_video_fraction`: the same among single images that are
     drawn as such (not out of a pool), None: like clips; `presets` and `scales`: shares of degradation
     presets and scale factors; `degradations`: how many LR versions are made of each rendered clip;
-    `sharpen`: weight of the target's unsharp mask (0: none), which the LR is made from too.
+    `sharpen`: weight of the target's unsharp mask (0: none), which the LR is made from too; `bursts`: share
+    of pairs with noise that comes and goes (`with_noise_bursts`), where the frames before know more than the
+    present one.
     """
 
     frames: int = 37
@@ -71,6 +74,7 @@ class PairSettings:
     scales: dict[int, float] = field(default_factory=lambda: dict(SCALE_MIX))
     degradations: int = 2
     sharpen: float = 0.0
+    bursts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ def make_pairs(source: ClipSource, settings: PairSettings, seed: int, index: int
         preset = str(rng.choice(list(settings.presets), p=_shares(settings.presets)))
         scale = int(rng.choice(list(settings.scales), p=_shares(settings.scales)))
         record = sample_degradation(rng, preset, settings.frames, scale)
+        if settings.bursts and rng.random() < settings.bursts:
+            record = with_noise_bursts(record, rng)
         pairs.append(Pair(spec, record, apply_degradation(clip, record)))
     return pairs
 

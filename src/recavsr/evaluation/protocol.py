@@ -110,6 +110,17 @@ def held_out_clips(data: str | os.PathLike[str]) -> list[Path]:
     return clips
 
 
+def choose_clips(clips: Sequence[Path], names: str | None) -> list[Path]:
+    """The clips that a comma-separated list names; all where it is None. Raises InputError for others."""
+    if not names:
+        return list(clips)
+    wanted = names.split(",")
+    chosen = [clip for clip in clips if clip.stem in wanted]
+    if len(chosen) != len(wanted):
+        raise InputError(f"--clips must name some of {', '.join(clip.stem for clip in clips)}")
+    return chosen
+
+
 def crop_box(height: int, width: int, protocol: Protocol) -> tuple[int, int, int, int]:
     """Top, left, height and width of the centre crop of a frame of `height` x `width`."""
     shrink = min(1.0, protocol.short_side / min(height, width))
@@ -433,12 +444,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     unknown = [name for name in degradations if name not in DEGRADATIONS]
     if unknown:
         raise InputError(f"unknown degradation {unknown[0]!r}; choose of {', '.join(DEGRADATIONS)}")
-    clips = held_out_clips(options.data)
-    if options.clips:
-        wanted = options.clips.split(",")
-        clips = [clip for clip in clips if clip.stem in wanted]
-        if len(clips) != len(wanted):
-            raise InputError(f"--clips must name some of {', '.join(HELD_OUT)}")
+    clips = choose_clips(held_out_clips(options.data), options.clips)
     device = str(resolve_device(options.device))
     upscalers = [open_upscaler(name, device, options.precision) for name in names]
     lpips = None if options.no_lpips else LPIPS("alex", options.weights).to(device)

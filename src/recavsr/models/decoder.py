@@ -45,6 +45,8 @@ class DecoderConfig:
     head: Literal["linear", "convolutional"] = "linear"
     """How a cell becomes pixels: an MLP and a pixel shuffle (released), or `ConvolutionalHead`."""
     head_channels: int = 48
+    lr_conditioning: bool = True
+    """False decodes with zeros in place of the LR frames (the paper's ablation)."""
     latents_mean: tuple[float, ...] = (0.0,) * 48
     latents_std: tuple[float, ...] = (1.0,) * 48
 
@@ -67,6 +69,7 @@ class DecoderConfig:
             "window_size": "window_latents",
             "head": "head",
             "head_channels": "head_channels",
+            "lr_conditioning": "lr_conditioning",
         }
         try:
             fields = {ours: known.pop(name) for name, ours in names.items() if name in known}
@@ -100,6 +103,7 @@ class DecoderConfig:
             "spatial_window_border": window.border,
             "head": self.head,
             "head_channels": self.head_channels,
+            **({} if self.lr_conditioning else {"lr_conditioning": False}),  # no field of released configs
         }
 
 
@@ -305,6 +309,8 @@ class FlashDecoder(nn.Module):
         lead = FRAMES_PER_LATENT - 1 if state.next_position == 0 else 0
         if lr_frames.shape[2] + lead != FRAMES_PER_LATENT * latents:
             raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
+        if not self.config.lr_conditioning:
+            lr_frames = torch.zeros_like(lr_frames)
         if lead:  # the first latent stands for one frame, shown as the last of its four
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 

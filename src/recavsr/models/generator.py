@@ -47,6 +47,8 @@ class GeneratorConfig:
     patch: int = 2
     latent_stride: int = 16
     eps: float = 1e-6
+    recycling: bool = True
+    """False feeds zeros in place of recycled latents, always (the paper's ablation)."""
 
     def __post_init__(self) -> None:
         if len(self.schedule.actions) != self.layers:
@@ -96,6 +98,7 @@ class GeneratorConfig:
                 latent_channels=channels,
                 patch=patch,
                 eps=known.pop("eps"),
+                recycling=known.pop("recycling", True),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"model_config.json: missing or malformed field {error}") from error
@@ -125,6 +128,7 @@ class GeneratorConfig:
             "use_block_causal_attention": True,
             "static_kv_router": self.schedule.to_config(),
             "spatial_window": {"height": window.height, "width": window.width, "stride": window.stride},
+            **({} if self.recycling else {"recycling": False}),  # released configs have no such field
         }
 
 
@@ -277,6 +281,8 @@ class Generator(nn.Module):
                 f"LR frames give {lr_tokens.shape[2]} latents of {lr_tokens.shape[1]} tokens, "
                 f"the noise has {noisy.shape[2]} of {grid.cells}"
             )
+        if not self.config.recycling:
+            recycled = torch.zeros_like(recycled)
         tokens = self._patch(noisy.to(dtype)) + lr_tokens
         return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
 

@@ -19,6 +19,10 @@ class LRProjectorState(State):
     first: ConvHistory | None = None
     second: ConvHistory | None = None
 
+    def forget(self) -> LRProjectorState:
+        """Return the state without its frames; tokens stay in step with the stream."""
+        return LRProjectorState(self.first and self.first.forget(), self.second and self.second.forget())
+
 
 class LRProjector(nn.Module):
     """Pixel unshuffle, two causal convolutions with a stride of 2 in time each, a linear layer.

@@ -30,8 +30,6 @@ class DecoderSettings:
     plan: BlockPlan = BlockPlan(1, 2)  # noqa: RUF009
     """The pieces that a clip streams through the decoder in; not from the paper."""
     frames: FrameLosses = FrameLosses("l1", perceptual_weight=0.4)  # noqa: RUF009
-    lr_conditioning: bool = True
-    """False trains the paper's ablation: the LR frames are zeros."""
     hard_lr_share: float = 0.0
     """Share of samples whose LR frames are blurred away, so that latents matter (not in the paper)."""
     latent_noise: float = 0.0
@@ -66,8 +64,7 @@ class DecoderObjective:
         settings, hq = self.settings, batch.hq
         with torch.no_grad():
             latents = with_noise(self.encode(hq).float(), settings.latent_noise)
-            lr = batch.lr if settings.lr_conditioning else torch.zeros_like(batch.lr)
-            lr = with_hard_share(lr, settings.hard_lr_share)
+            lr = with_hard_share(batch.lr, settings.hard_lr_share)
         blocks = split_blocks(latents, settings.plan)
         frames = decode_blocks(self.model, blocks, lr, settings.plan, checkpoint=settings.checkpoint)
         total, terms = settings.frames(frames, hq, batch.lr, self.distance, checkpoint=settings.checkpoint)

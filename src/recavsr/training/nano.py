@@ -21,8 +21,8 @@ from recavsr.cache_policy import Schedule
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.models.autoencoder import Encoder
-from recavsr.models.decoder import FlashDecoder
-from recavsr.models.generator import Generator, teacher_forced_recycled
+from recavsr.models.decoder import DecoderConfig, FlashDecoder
+from recavsr.models.generator import Generator, GeneratorConfig, teacher_forced_recycled
 from recavsr.models.presets import NANO_PROMPT_TOKENS, nano, nano_decoder, nano_encoder
 from recavsr.models.weights import ModelFolder, load_strictly, read_tensors, save_model_folder
 from recavsr.training.decoder_stage import with_hard_share, with_noise
@@ -49,12 +49,14 @@ class NanoTraining(nn.Module):
     latents_mean: Tensor
     latents_std: Tensor
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, generator: GeneratorConfig | None = None, decoder: DecoderConfig | None = None
+    ) -> None:
+        """Make fresh weights, by default under the presets' configs (nano's sizes throughout)."""
         super().__init__()
-        config = nano() if schedule is None else replace(nano(), schedule=schedule)
         self.encoder = Encoder(nano_encoder())
-        self.decoder = FlashDecoder(nano_decoder())
-        self.generator = Generator(config)
+        self.decoder = FlashDecoder(nano_decoder() if decoder is None else decoder)
+        self.generator = Generator(nano() if generator is None else generator)
         self.prompt = nn.Parameter(torch.randn(1, NANO_PROMPT_TOKENS, nano().text_width))
         # Statistics of the encoder's latents, measured once after its training.
         self.register_buffer("latents_mean", torch.zeros(1, nano().latent_channels, 1, 1, 1))
@@ -62,11 +64,26 @@ class NanoTraining(nn.Module):
 
     @classmethod
     def starting_from(cls, path: Path | None) -> NanoTraining:
-        """Read what `save` or `export` wrote, under the schedule of then; None: fresh weights."""
+        """Read what `save` or `export` wrote, under the configs of then; None: fresh weights."""
         if path is None:
             return cls()
-        model = cls(_saved_schedule(path))
+        model = cls(*_saved_configs(path))
         model.load(path)
+        return model
+
+    @classmethod
+    def on_autoencoder_of(
+        cls, path: Path, generator: GeneratorConfig | None = None, decoder: DecoderConfig | None = None
+    ) -> NanoTraining:
+        """Read what `save` or `export` wrote, but with a fresh network for each config given."""
+        saved = cls.starting_from(path)
+        model = cls(generator or saved.generator.config, decoder or saved.decoder.config)
+        model.encoder = saved.encoder
+        if decoder is None:
+            model.decoder = saved.decoder
+        if generator is None:
+            model.generator, model.prompt = saved.generator, saved.prompt
+        model.set_statistics(saved.latents_mean.flatten(), saved.latents_std.flatten())
         return model
 
     def encode(self, frames: Tensor) -> Tensor:
@@ -82,11 +99,16 @@ class NanoTraining(nn.Module):
         self.decoder.latents_std.copy_(self.latents_std)
 
     def save(self, path: Path) -> None:
-        """Write all weights, in float32, with the generator's schedule beside them."""
+        """Write all weights, in float32, with the configs of generator and decoder beside them."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         tensors = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}
-        save_file(tensors, str(partial), metadata={"schedule": schedule_text(self.generator)})
+        configs = {
+            "schedule": schedule_text(self.generator),
+            "generator": json.dumps(self.generator.config.to_released()),
+            "decoder": json.dumps(self.decoder.config.to_released()),
+        }
+        save_file(tensors, str(partial), metadata=configs)
         partial.replace(path)
 
     def load(self, path: Path) -> None:
@@ -144,13 +166,21 @@ def _readable(path: Path) -> Iterator[None]:
         raise InputError(f"{path} can not be read as weights to start from: {reason}") from error
 
 
-def _saved_schedule(path: Path) -> Schedule | None:
-    """Return the schedule of a weights file or a model folder; None where it does not say."""
+def _saved_configs(path: Path) -> tuple[GeneratorConfig, DecoderConfig]:
+    """Return the configs of a weights file or a model folder; the presets' where it does not say."""
     if path.is_dir():
-        return ModelFolder.open(path).generator.schedule
+        folder = ModelFolder.open(path)
+        return folder.generator, folder.decoder
     with _readable(path), safe_open(str(path), framework="pt") as file:
-        text = (file.metadata() or {}).get("schedule")
-    return None if text is None else Schedule.from_config(json.loads(text))
+        found = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+    generator, decoder = nano(), nano_decoder()
+    if "schedule" in found:  # files of earlier versions say no more
+        generator = replace(generator, schedule=Schedule.from_config(found["schedule"]))
+    if "generator" in found:
+        generator = GeneratorConfig.from_released(found["generator"])
+    if "decoder" in found:
+        decoder = DecoderConfig.from_released(found["decoder"])
+    return generator, decoder
 
 
 def schedule_text(generator: Generator) -> str:
@@ -172,6 +202,10 @@ class Stage:
     perceptual_weight: float = 0.0
     hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
+    plan: BlockPlan = PLAN  # of rollouts: a short first block leaves fewer latents without history
+    later_weight: float = 0.0  # joint: of a second loss, that of the blocks after the first alone
+    through_history: bool = False  # joint: gradients flow from a block into those before it
+    train_decoder: bool = True  # joint
 
     @property
     def frames(self) -> int:
@@ -275,7 +309,7 @@ def generator_loss(model: NanoTraining, stage: Stage) -> LossFunction:
             target = model.encode(hq)
         condition = model.generator.condition(model.prompt)
         noise = torch.randn_like(target)
-        latents = torch.cat(roll_out(model.generator, condition, noise, lr, PLAN), dim=2)
+        latents = torch.cat(roll_out(model.generator, condition, noise, lr, stage.plan), dim=2)
         return {"loss": F.mse_loss(latents, target), "target_power": target.square().mean()}
 
     return loss
@@ -290,10 +324,10 @@ def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
         condition = model.generator.condition(model.prompt)
         # Noise of a random strength a clip: what is recycled in inference is never quite true.
         strength = stage.latent_noise * torch.rand(hq.shape[0], 1, 1, 1, 1, device=hq.device)
-        recycled = teacher_forced_recycled(target + strength * torch.randn_like(target), PLAN)
+        recycled = teacher_forced_recycled(target + strength * torch.randn_like(target), stage.plan)
         noise = torch.randn_like(target)
-        latents = noise - model.generator(condition, noise, lr, recycled, PLAN).float()
-        first = PLAN.latents(0)
+        latents = noise - model.generator(condition, noise, lr, recycled, stage.plan).float()
+        first = stage.plan.latents(0)
         return {
             "loss": F.mse_loss(latents, target),
             "first_block": F.mse_loss(latents[:, :, :first], target[:, :, :first]),
@@ -306,16 +340,29 @@ def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
 
 def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
     """Return pixels, frame differences, latents and (if wanted) a perceptual distance of a rollout."""
+    plan, through = stage.plan, stage.through_history
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             target = model.encode(hq)
         condition = model.generator.condition(model.prompt)
-        blocks = roll_out(model.generator, condition, torch.randn_like(target), lr, PLAN)
-        latent = F.mse_loss(torch.cat(blocks, dim=2), target)
-        frames = decode_blocks(model.decoder, blocks, lr, PLAN)
-        total, terms = stage.frame_losses(frames, hq, lr, distance)
-        return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
+        noise = torch.randn_like(target)
+        blocks = roll_out(model.generator, condition, noise, lr, plan, through_history=through)
+        frames = decode_blocks(model.decoder, blocks, lr, plan, through_history=through)
+        latents = torch.cat(blocks, dim=2)
+
+        def from_block(index: int, losses: FrameLosses) -> dict[str, Tensor]:
+            """Return the losses of block `index` and those after it."""
+            first, frame = plan.first_latent(index), plan.first_frame(index)
+            latent = F.mse_loss(latents[:, :, first:], target[:, :, first:])
+            total, terms = losses(frames[:, :, frame:], hq[:, :, frame:], lr[:, :, frame:], distance)
+            return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
+
+        losses = from_block(0, stage.frame_losses)
+        if not stage.later_weight:
+            return losses
+        later = from_block(1, replace(stage.frame_losses, perceptual_weight=0.0))["loss"]
+        return losses | {"loss": losses["loss"] + stage.later_weight * later, "later_blocks": later}
 
     return loss
 
@@ -346,7 +393,7 @@ class NanoObjective:
     def __init__(
         self, name: str, model: NanoTraining, stage: Stage, distance: PerceptualDistance | None = None
     ) -> None:
-        both: list[nn.Module] = [model.generator, model.decoder]
+        both: list[nn.Module] = [model.generator, *([model.decoder] if stage.train_decoder else [])]
         stages: dict[str, tuple[list[nn.Module], Callable[[], LossFunction]]] = {
             "autoencoder": ([model.encoder, model.decoder], lambda: autoencoder_loss(model, stage)),
             "control": ([model.decoder], lambda: control_loss(model, stage, distance)),
@@ -390,8 +437,9 @@ class NanoObjective:
         if self.name.startswith("control"):
             return decoder.step(decoder.start(), torch.zeros_like(model.encode(hq)), lr)[1]
         noise = torch.randn_like(model.encode(hq))
-        blocks = roll_out(model.generator, model.generator.condition(model.prompt), noise, lr, PLAN)
-        return decode_blocks(decoder, blocks, lr, PLAN)
+        plan = self.stage.plan
+        blocks = roll_out(model.generator, model.generator.condition(model.prompt), noise, lr, plan)
+        return decode_blocks(decoder, blocks, lr, plan)
 
 
 STAGES: dict[str, Callable[[], Stage]] = {

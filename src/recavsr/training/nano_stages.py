@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recavsr.cache_policy import CacheAction
 from recavsr.geometry import BlockPlan
-from recavsr.training.discriminator import NANO_MSQ, MSQDiscriminator
-from recavsr.training.losses import PerceptualDistance
+from recavsr.training.decoder_stage import DecoderObjective, DecoderSettings
+from recavsr.training.discriminator import NANO_MSQ, MSQConfig, MSQDiscriminator
+from recavsr.training.losses import FrameLosses, PerceptualDistance
 from recavsr.training.nano import PLAN, NanoTraining
 from recavsr.training.objective import Batch, BatchSettings, OptimizerSettings
-from recavsr.training.rollout import decode_blocks, roll_out
+from recavsr.training.rollout import decode_blocks, roll_out, split_blocks
 from recavsr.training.stage1 import (
     FixedScope,
     RouteLearning,
@@ -51,8 +51,15 @@ class Stage1Sizes:
 class NanoStage1(Stage1Objective):
     """A phase of Stage 1 that trains nano's generator and prompt on its own encoder's latents."""
 
-    def __init__(self, nano: NanoTraining, sizes: Stage1Sizes, *, routing: bool) -> None:
-        phase = sizes.route if routing else FixedScope(CacheAction(recent=6))
+    def __init__(
+        self,
+        nano: NanoTraining,
+        sizes: Stage1Sizes,
+        *,
+        routing: bool,
+        scope: FixedScope = FixedScope(),  # noqa: B008
+    ) -> None:
+        phase = sizes.route if routing else scope
         model = Stage1Model(nano.generator, nano.prompt).to(nano.prompt.device)
         trained = [*nano.generator.parameters(), nano.prompt]
         super().__init__(model, nano.encode, trained, sizes.settings(phase))
@@ -68,12 +75,16 @@ class NanoStage2(Stage2Objective):
     """Stage 2 of nano: generator and decoder against a discriminator on the generator's own features."""
 
     def __init__(
-        self, nano: NanoTraining, distance: PerceptualDistance | None, settings: Stage2Settings
+        self,
+        nano: NanoTraining,
+        distance: PerceptualDistance | None,
+        settings: Stage2Settings,
+        msq: MSQConfig = NANO_MSQ,
     ) -> None:
         nano.requires_grad_(False)
         nano.generator.requires_grad_(True)
         nano.prompt.requires_grad_(True)
-        discriminator = MSQDiscriminator.of(nano.generator, nano.prompt, NANO_MSQ)
+        discriminator = MSQDiscriminator.of(nano.generator, nano.prompt, msq)
         model = Stage2Model(nano.generator, nano.prompt, discriminator, nano.decoder)
         super().__init__(model, nano.encode, partial(decode_blocks, nano.decoder), distance, settings)
         self.nano = nano
@@ -86,6 +97,34 @@ class NanoStage2(Stage2Objective):
         return decode_blocks(
             nano.decoder, roll_out(nano.generator, condition, noise, batch.lr, plan), batch.lr, plan
         )
+
+
+class NanoDecoder(DecoderObjective):
+    """Decoder training (Appendix C.4): nano's decoder on the latents of its own encoder, which rests."""
+
+    def __init__(
+        self, nano: NanoTraining, distance: PerceptualDistance | None, settings: DecoderSettings
+    ) -> None:
+        nano.requires_grad_(False)
+        nano.decoder.requires_grad_(True)
+        super().__init__(nano.decoder, nano.encode, distance, settings)
+        self.nano = nano
+
+    def sample(self, batch: Batch) -> Tensor:
+        """Return the frames of true latents, for pictures."""
+        plan = self.settings.plan
+        return decode_blocks(
+            self.nano.decoder, split_blocks(self.nano.encode(batch.hq), plan), batch.lr, plan
+        )
+
+
+def decoder_settings() -> DecoderSettings:
+    """Return the settings of nano's decoder training."""
+    return DecoderSettings(
+        batches=BatchSettings(clips=16, frames=17),
+        optimizer=OptimizerSettings(6e-4, cool_down=0.4),
+        frames=FrameLosses("charbonnier", 0.06, difference_weight=0.5, still_weight=4.0, perceptual_frames=3),
+    )
 
 
 def stage2_settings() -> Stage2Settings:

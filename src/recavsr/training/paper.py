@@ -174,8 +174,7 @@ class PaperStage1(Stage1Objective):
         vae = WanVAE.load(start.folder.path, device, compute_dtype(device), decoder=False)
         scope = None
         if isinstance(settings.phase, FixedScope):
-            config = start.folder.generator
-            scope = Schedule.uniform(config.layers, settings.phase.action, config.schedule.anchor_rule)
+            scope = settings.phase.schedule(start.folder.generator.schedule)
         generator = start.generator(device, rank, scope)
         prompt = start.folder.load_prompt(device, compute_dtype(device))
         model = Stage1Model(generator, prompt).to(device)

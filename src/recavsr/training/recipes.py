@@ -24,6 +24,8 @@ import torch
 from recavsr.data.pool import PairSettings
 from recavsr.errors import InputError
 from recavsr.training.batches import BatchSource
+from recavsr.training.decoder_stage import DecoderSettings
+from recavsr.training.discriminator import NANO_MSQ, MSQConfig
 from recavsr.training.distributed import World
 from recavsr.training.loop import RunSettings
 from recavsr.training.losses import PerceptualDistance
@@ -35,7 +37,14 @@ from recavsr.training.nano import (
     compile_parts,
     measure_statistics,
 )
-from recavsr.training.nano_stages import NanoStage1, NanoStage2, Stage1Sizes, stage2_settings
+from recavsr.training.nano_stages import (
+    NanoDecoder,
+    NanoStage1,
+    NanoStage2,
+    Stage1Sizes,
+    decoder_settings,
+    stage2_settings,
+)
 from recavsr.training.objective import BatchSettings, Objective, OptimizerSettings
 from recavsr.training.paper import (
     paper_5b_adaptation,
@@ -45,7 +54,7 @@ from recavsr.training.paper import (
     paper_debug,
 )
 from recavsr.training.runner import Recipe, RecipeStage, RunOptions, Setup, about, run_recipe
-from recavsr.training.stage1 import RouteLearning
+from recavsr.training.stage1 import FixedScope, RouteLearning
 from recavsr.training.stage2 import Stage2Settings
 
 SECONDS = {
@@ -64,25 +73,35 @@ SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 NANO_PAIRS = PairSettings(frames=53)
 """Clips of 14 latents: 6 + 4 x 2."""
 
+OpenNano = Callable[[Setup], NanoTraining]
+"""Makes the networks that a stage trains, on any device."""
+
 
 # ---------------------------------------------------------------- nano's short form
 
 
-def nano_stage(name: str, run: RunSettings | None = None, stage: Stage | None = None) -> RecipeStage:
+def open_nano(setup: Setup) -> NanoTraining:
+    """Return the networks that a stage starts from."""
+    return NanoTraining.starting_from(setup.start)
+
+
+def nano_stage(
+    name: str, run: RunSettings | None = None, stage: Stage | None = None, opens: OpenNano = open_nano
+) -> RecipeStage:
     """Return a stage of nano's short form, by default as long and as large as one large card allows."""
     stage = STAGES[name]() if stage is None else stage
     run = RunSettings(seconds=SECONDS[name], precision="bf16", sample_every=1000) if run is None else run
-    return RecipeStage(name, run, partial(_build_nano, name, stage), _finish_nano, asdict(stage))
+    return RecipeStage(name, run, partial(_build_nano, name, stage, opens), _finish_nano, asdict(stage))
 
 
-def _build_nano(name: str, stage: Stage, setup: Setup) -> Objective:
-    model = _open_nano(setup)
+def _build_nano(name: str, stage: Stage, opens: OpenNano, setup: Setup) -> Objective:
+    model = _on_device(opens, setup)
     distance = _lpips(setup) if stage.perceptual_weight else None
     return NanoObjective(name, model, stage, distance)
 
 
-def _open_nano(setup: Setup) -> NanoTraining:
-    model = NanoTraining.starting_from(setup.start).to(setup.world.device)
+def _on_device(opens: OpenNano, setup: Setup) -> NanoTraining:
+    model = opens(setup).to(setup.world.device)
     if setup.compiled:
         compile_parts(model)
     return model
@@ -108,12 +127,19 @@ def _finish_nano(objective: Objective, source: BatchSource, result: Path, world:
 # ---------------------------------------------------------------- nano, the paper's stages
 
 
-def stage1_stage(name: str, run: RunSettings, sizes: Stage1Sizes | None = None) -> RecipeStage:
-    """Return nano's `adaptation` (every layer sees W_6) or its `routing` (the route is learned)."""
+def stage1_stage(
+    name: str,
+    run: RunSettings,
+    sizes: Stage1Sizes | None = None,
+    opens: OpenNano = open_nano,
+    scope: FixedScope | None = None,
+) -> RecipeStage:
+    """Return nano's `routing` (the route is learned), or by another name an adaptation: `scope`, or W_6."""
     sizes = Stage1Sizes() if sizes is None else sizes
 
     def build(setup: Setup) -> Objective:
-        return NanoStage1(_open_nano(setup), sizes, routing=name == "routing")
+        nano = _on_device(opens, setup)
+        return NanoStage1(nano, sizes, routing=name == "routing", scope=scope or FixedScope())
 
     return RecipeStage(name, run, build, _finish_stage1, {"sizes": asdict(sizes)})
 
@@ -129,22 +155,42 @@ def _finish_stage1(objective: Objective, source: BatchSource, result: Path, worl
     stage.nano.save(result)
 
 
-def stage2_stage(run: RunSettings, settings: Stage2Settings | None = None) -> RecipeStage:
+def stage2_stage(
+    run: RunSettings,
+    settings: Stage2Settings | None = None,
+    opens: OpenNano = open_nano,
+    msq: MSQConfig = NANO_MSQ,
+) -> RecipeStage:
     """Return nano's Stage 2: self-rollout under the learned route, with the MSQ discriminator."""
     settings = stage2_settings() if settings is None else settings
 
     def build(setup: Setup) -> Objective:
         distance = _lpips(setup) if settings.frames.perceptual_weight else None
-        return NanoStage2(_open_nano(setup), distance, settings)
+        return NanoStage2(_on_device(opens, setup), distance, settings, msq)
 
-    return RecipeStage("stage2", run, build, _finish_stage2, {"settings": asdict(settings)})
+    return RecipeStage(
+        "stage2", run, build, _finish_whole, {"settings": asdict(settings), "msq": asdict(msq)}
+    )
 
 
-def _finish_stage2(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
+def decoder_stage(
+    run: RunSettings, settings: DecoderSettings | None = None, opens: OpenNano = open_nano
+) -> RecipeStage:
+    """Return the training of nano's decoder on the latents of its frozen encoder."""
+    settings = decoder_settings() if settings is None else settings
+
+    def build(setup: Setup) -> Objective:
+        distance = _lpips(setup) if settings.frames.perceptual_weight else None
+        return NanoDecoder(_on_device(opens, setup), distance, settings)
+
+    return RecipeStage("decoder", run, build, _finish_whole, {"settings": asdict(settings)})
+
+
+def _finish_whole(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
     if world.leads:
-        nano = cast(NanoStage2, objective).nano
+        nano = cast(NanoStage2 | NanoDecoder, objective).nano
         nano.save(result)
-        nano.export(result.with_name("stage2_model"))
+        nano.export(result.with_name(f"{objective.name}_model"))
 
 
 def _timed(seconds: float) -> RunSettings:

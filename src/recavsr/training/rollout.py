@@ -33,13 +33,16 @@ def roll_out(
     plan: BlockPlan,
     *,
     checkpoint: bool = False,
+    through_history: bool = False,
 ) -> list[Tensor]:
     """Generate a clip block by block, each in one step at t = 1000.
 
     `noise` [B, C, T, H, W] and `lr_frames` [B, 3, 4 T - 3, s H, s W] cover whole blocks. Recycled
-    latents and history are detached between blocks, every block keeps its own graph. With
-    `checkpoint` a block keeps only its inputs, and computes again in the backward pass. Returns each
-    block's SR latents. Raises ValueError where T does not end at a block's end.
+    latents and history are detached between blocks, every block keeps its own graph; with
+    `through_history` (not in the paper) gradients flow on into the blocks before, which so learn to
+    leave what later ones can use. With `checkpoint` a block keeps only its inputs, and computes again
+    in the backward pass. Returns each block's SR latents. Raises ValueError where T does not end at a
+    block's end.
     """
     step = partial(recompute, generator.step) if checkpoint else generator.step
     blocks: list[Tensor] = []
@@ -50,7 +53,7 @@ def roll_out(
         if latent + count > noise.shape[2]:
             raise ValueError(f"{noise.shape[2]} latents do not end at a block's end ({plan})")
         state, latents = step(
-            state.detach(),
+            state if through_history else state.detach(),
             condition,
             noise[:, :, latent : latent + count],
             lr_frames[:, :, first : first + frames],
@@ -67,16 +70,19 @@ def decode_blocks(
     plan: BlockPlan,
     *,
     checkpoint: bool = False,
+    through_history: bool = False,
 ) -> Tensor:
     """Decode a clip block by block, its history detached between blocks: [B, 3, 4 T - 3, s H, s W].
 
-    With `checkpoint` a block keeps only its inputs, and computes again in the backward pass.
+    With `through_history` gradients flow on into the blocks before. With `checkpoint` a block keeps only
+    its inputs, and computes again in the backward pass.
     """
     step = partial(recompute, decoder.step) if checkpoint else decoder.step
     state, pieces = decoder.start(), []
     for index, latents in enumerate(blocks):
         first, frames = plan.first_frame(index), plan.frames(index)
-        state, piece = step(state.detach(), latents, lr_frames[:, :, first : first + frames])
+        before = state if through_history else state.detach()
+        state, piece = step(before, latents, lr_frames[:, :, first : first + frames])
         pieces.append(piece)
     return torch.cat(pieces, dim=2)
 

@@ -115,10 +115,24 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
         tell = say if world.leads else _silent
         options.out.mkdir(parents=True, exist_ok=True)
         with _open_data(recipe, options, world, tell) as source_of:
-            start = _start(recipe, options, world)
-            for number, stage in enumerate(recipe.stages):
-                _run_stage(stage, source_of(number), recipe, options, world, start, tell)
-                start = result_of(options.out, stage.name)
+            train_stages(recipe, options, world, source_of, tell)
+
+
+def train_stages(
+    recipe: Recipe,
+    options: RunOptions,
+    world: World,
+    source_of: Callable[[int], BatchSource],
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Train the stages of a recipe, each on a source of its own; return where the last weights are."""
+    start = _start(recipe, options, world)
+    for number, stage in enumerate(recipe.stages):
+        _run_stage(stage, source_of(number), recipe, options, world, start, say)
+        start = result_of(options.out, stage.name)
+    if start is None:
+        raise ValueError("a recipe has at least one stage")
+    return start
 
 
 def _start(recipe: Recipe, options: RunOptions, world: World) -> Path | None:

@@ -52,9 +52,18 @@ class Stage1Model(nn.Module):
 
 @dataclass(frozen=True)
 class FixedScope:
-    """Adaptation: the same history for every layer; the paper's is W_6, which is no router action."""
+    """Adaptation: the same history for every layer; the paper's is W_6, which is no router action.
 
-    action: CacheAction
+    None: each layer's own, by the generator's schedule.
+    """
+
+    action: CacheAction | None = CacheAction(recent=6)  # noqa: RUF009
+
+    def schedule(self, own: Schedule) -> Schedule:
+        """Return the schedule of this phase for a generator whose own is `own`."""
+        if self.action is None:
+            return own
+        return Schedule.uniform(len(own.actions), self.action, own.anchor_rule)
 
 
 @dataclass(frozen=True)
@@ -138,9 +147,7 @@ class Stage1Objective:
         blocks = self.settings.plan.cut(latents.shape[2])
         phase = self.settings.phase
         if isinstance(phase, FixedScope):
-            schedule = Schedule.uniform(
-                self.model.generator.config.layers, phase.action, self.model.router.rule
-            )
+            schedule = phase.schedule(self.model.generator.config.schedule)
             loss = self._flow_matching(batch.lr, latents, schedule_visibility(schedule, blocks))
             yield "generator", {"loss": loss, "flow_matching": loss}
             return

@@ -1,0 +1,285 @@
+"""Ablations from data to table: what each variant trains, one run of several, what the report says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from recavsr.cache_policy import CacheAction, Schedule
+from recavsr.data.clips import ClipSource
+from recavsr.data.pack import build_pack
+from recavsr.data.pool import PairSettings
+from recavsr.errors import InputError
+from recavsr.evaluation.peers import Upscaler, bicubic
+from recavsr.evaluation.validation import CONDITIONS, validate, validation_pairs
+from recavsr.models.presets import nano
+from recavsr.stream.load import load
+from recavsr.training import ablations
+from recavsr.training.ablation_report import mean_of, read_results, render
+from recavsr.training.ablations import VARIANTS, Bench, Job, Micro, ablation, chosen_jobs, cost, spread
+from recavsr.training.distributed import World
+from recavsr.training.nano import NanoTraining
+from recavsr.training.runner import Setup
+from recavsr.video.clips import write_clip
+from tiny import one_thread
+
+CPU = torch.device("cpu")
+TOY = Micro(
+    steps=1,
+    pairs=PairSettings(frames=29, size=32, degradations=1),
+    latents=8,
+    clips=1,
+    perceptual_weight=0.0,
+    evaluated_frames=25,
+    evaluated_photos=0,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def drawn(seed: int, shift: float = 0.0) -> np.ndarray:
+    """A picture of waves, uint8 [270, 300, 3], moved to the left by `shift` wavelengths."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:270, :300] / 40.0
+    waves = [np.sin(a * (x + shift) + b * y) * np.cos(c * y) for a, b, c in rng.uniform(1, 6, (3, 3))]
+    return (128 + 100 * np.stack(waves, -1)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack of two clips and two photos, one of each held back."""
+    data, pack = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("pack")
+    (data / "train_video").mkdir()
+    (data / "photos").mkdir()
+    rows = ["path\tlicence\tsource\tnote"]
+    for seed in (1, 2):
+        name = f"train_video/waves{seed}.mp4"
+        write_clip(data / name, [drawn(seed, t / 30) for t in range(12)], 25)
+        rows.append(f"{name}\tCC0\there\tsharp 0.7; split train")
+        cv2.imwrite(str(data / "photos" / f"p{seed}.jpg"), drawn(seed + 2))
+        rows.append(f"photos/p{seed}.jpg\tCC0\there\t")
+    (data / "manifest.tsv").write_text("\n".join(rows) + "\n")
+    build_pack(data, pack, part_bytes=10**9, validation_videos=1, validation_photos=1)
+    return pack
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder to start from: fresh weights whose decoder answers to its latents."""
+    torch.manual_seed(0)
+    model = NanoTraining()
+    with torch.no_grad():
+        model.decoder.head.outer.weight.normal_(std=0.01)
+    model.set_statistics(torch.linspace(-1, 1, 48), torch.linspace(0.5, 2, 48))
+    folder = tmp_path_factory.mktemp("start")
+    model.export(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bench(pack: Path, start: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("out")
+    return Bench(pack, start, folder, CPU, TOY, workers=0, fill=2, cache=tmp_path_factory.mktemp("cache"))
+
+
+# ---------------------------------------------------------------- what a variant is
+
+
+def built(name: str, start: Path, stage: int = 0, route: Schedule | None = None):
+    return ablation(name, TOY, route).stages[stage].build(Setup(World(CPU), start))
+
+
+def test_every_variant_is_a_recipe(capsys: pytest.CaptureFixture) -> None:
+    route = nano().schedule
+    for name in VARIANTS:
+        recipe = ablation(name, Micro(seconds=120), route)
+        assert sum(stage.run.seconds or 0 for stage in recipe.stages) == pytest.approx(120)
+        assert recipe.pairs.bursts == VARIANTS[name].bursts
+    assert ablations.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in VARIANTS)
+
+
+def test_cache_variants_differ_in_the_generator_only(start: Path) -> None:
+    saved = NanoTraining.starting_from(start)
+    route = replace(nano().schedule, actions=(CacheAction(1),) * 6)
+    wanted = {
+        "uniform-r": (Schedule.uniform(6, CacheAction(2)), True),
+        "uniform-3r": (Schedule.uniform(6, CacheAction(6)), True),
+        "routed": (nano().schedule, True),
+        "no-recycling": (route, False),
+    }
+    for name, (schedule, recycling) in wanted.items():
+        made = built(name, start, route=route).nano
+        assert (made.generator.config.schedule, made.generator.config.recycling) == (schedule, recycling)
+        for part in ("encoder", "decoder"):
+            for a, b in zip(getattr(made, part).parameters(), getattr(saved, part).parameters()):
+                assert torch.equal(a, b)
+        assert torch.equal(made.latents_std, saved.latents_std)
+        assert torch.equal(made.decoder.latents_mean, saved.decoder.latents_mean)
+        assert not torch.equal(made.generator.head.weight, saved.generator.head.weight)
+    with pytest.raises(InputError, match="run that first"):
+        ablation("no-recycling", TOY)
+
+
+def test_the_other_variants_start_from_what_is_given(start: Path) -> None:
+    saved = NanoTraining.starting_from(start)
+    scoped = built("scope-temporal", start)
+    assert scoped.model.discriminator.config.scopes == ("global", "temporal")
+    assert torch.equal(scoped.nano.generator.head.weight, saved.generator.head.weight)
+    assert not any(p.requires_grad for p in scoped.nano.decoder.parameters())
+    without = built("decoder-no-lr", start)
+    assert not without.nano.decoder.config.lr_conditioning
+    assert not torch.equal(without.nano.decoder.lr_stem.weight, saved.decoder.lr_stem.weight)
+    assert torch.equal(without.nano.decoder.latents_mean, saved.decoder.latents_mean)
+    stage = built("all-four", start).stage
+    assert (stage.plan.first, stage.later_weight, stage.through_history) == (2, 2.0, True)
+
+
+def test_costs() -> None:
+    uniform = cost(replace(nano(), schedule=Schedule.uniform(6, CacheAction(2))))
+    assert (uniform["slots"], uniform["history_latents"]) == (12, 12)
+    assert uniform["history_bytes"] == 12 * 2 * (68 * 120) * 256 * 2
+    # Anchors inside the recent window count once: W4+A holds 4 recent latents and 1 or 2 anchors before them.
+    both = cost(replace(nano(), schedule=Schedule.uniform(6, CacheAction(4, anchors=True))))
+    assert both["slots"] == 36
+    assert 6 * 5 <= both["history_latents"] < 36
+
+
+def test_jobs_and_cards() -> None:
+    jobs = chosen_jobs(["cache", "scope-all"], [0, 1])
+    assert [job.name for job in jobs[:4]] == ["uniform-3r-0", "uniform-r-0", "routed-0", "no-recycling-0"]
+    loads = spread(jobs, 4)
+    assert sorted(job.name for share in loads for job in share) == sorted(job.name for job in jobs)
+    for share in loads:
+        names = [job.name for job in share]
+        for seed in (0, 1):
+            if f"no-recycling-{seed}" in names:
+                assert names.index(f"routed-{seed}") < names.index(f"no-recycling-{seed}")
+    with pytest.raises(InputError, match="no ablation 'caches'"):
+        chosen_jobs(["caches"], [0])
+
+
+# ---------------------------------------------------------------- validation
+
+
+def test_validation_pairs_are_held_back_and_alike_every_time(bench: Bench) -> None:
+    source = ClipSource.open(bench.pack, cache=bench.cache, processes=0, split="validation")
+    first, again = (validation_pairs(source, frames=5, size=64, photos=1) for _ in range(2))
+    assert [pair.moving.degradation for pair in first] == [*CONDITIONS] * 2
+    held = {shot.name for shot in source.shots if shot.split == "validation"}
+    assert {first[0].moving.clip} == held
+    for a, b in zip(first, again):
+        assert np.array_equal(a.moving.lr_frames, b.moving.lr_frames)
+        assert a.moving.lr_frames.shape == (5, 16, 16, 3)
+        assert (a.still.truth == a.still.truth[0]).all()
+        assert np.array_equal(a.still.truth[0], a.moving.truth[0])
+    (shot,) = [i for i, shot in enumerate(source.shots) if shot.split == "validation"]
+    centre = source.pixels[source.shots[shot].offset :][: 3 * 270 * 300].reshape(3, 270, 300)
+    assert np.array_equal(first[0].moving.truth[0], centre[:, 103:167, 118:182].transpose(1, 2, 0))
+    rows = validate([Upscaler("bicubic", bicubic, per_frame=True)], first)
+    assert [row["degradation"] for row in rows] == [*CONDITIONS] * 2
+    assert min(row["psnr"] for row in rows) > 15
+    mild, heavy, bursts = (row["still_flicker"] for row in rows[:3])
+    assert bursts > 2 * mild > 0
+    assert heavy < bursts  # H.264 holds what stands still
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def results(bench: Bench) -> list[dict]:
+    names = ["no-recycling", "routed", "decoder-no-lr", "scope-all", "all-four"]
+    said: list[str] = []
+    ablations.run_jobs(chosen_jobs(names, [0]), bench, say=said.append)
+    assert sum("done in" in line for line in said) == 5
+    return read_results([bench.out / "results.jsonl"])
+
+
+def test_a_run_of_several(results: list[dict], bench: Bench) -> None:
+    by_name = {result["variant"]: result for result in results}
+    assert set(by_name) == {"no-recycling", "routed", "decoder-no-lr", "scope-all", "all-four"}
+    for result in results:
+        assert all(steps == 1 for steps in result["steps"].values())
+        whole = [row for row in result["rows"] if row["model"] == "whole"]
+        assert {row["degradation"] for row in whole} == set(CONDITIONS)
+        assert mean_of(result, "psnr") == pytest.approx(
+            np.mean([row["psnr"] for row in whole if row["degradation"] != "bursts"])
+        )
+    routed, without = by_name["routed"], by_name["no-recycling"]
+    assert routed["schedule"] == without["schedule"]
+    assert json.loads((bench.out / "routed-0" / "schedule.json").read_text()) == routed["schedule"]
+    assert {row["model"] for row in routed["rows"]} == {"whole", "blocks-alone", "stateless"}
+    assert {row["model"] for row in by_name["decoder-no-lr"]["rows"]} == {"whole", "reconstruction"}
+    assert by_name["decoder-no-lr"]["decoder_fps"] > 0
+
+
+def test_switches_hold_in_the_exported_folders(results: list[dict], bench: Bench) -> None:
+    without = load(bench.out / "no-recycling-0" / "joint_model", device="cpu", precision="fp32")
+    assert not without.generator.config.recycling
+    decoder = load(bench.out / "decoder-no-lr-0" / "decoder_model", device="cpu", precision="fp32").decoder
+    latents = torch.randn(1, 48, 2, 2, 2)
+    frames = [decoder.step(decoder.start(), latents, torch.rand(1, 3, 5, 32, 32))[1] for _ in range(2)]
+    assert torch.equal(*frames)
+
+
+def test_what_is_done_is_not_done_again(results: list[dict], bench: Bench) -> None:
+    said: list[str] = []
+    ablations.run_jobs(chosen_jobs(["routed", "scope-all"], [0]), bench, say=said.append)
+    assert said == []
+    late = replace(bench, micro=replace(TOY, seconds=60.0))
+    ablations.run_jobs([Job(VARIANTS["routed"], 1)], late, budget=30.0, say=said.append)
+    assert said == ["routed-1: left out, the time is up"]
+    ablations.run_jobs([Job(VARIANTS["no-recycling"], 1)], bench, say=said.append)
+    assert "left out, `routed` must run first" in said[-1]
+
+
+def test_the_command_says_what_it_lacks() -> None:
+    with pytest.raises(InputError, match="--run needs --pack --out"):
+        ablations.main(["--run", "cache", "--start", "X"])
+
+
+# ---------------------------------------------------------------- the report
+
+
+def result(variant: str, group: str, seed: int, psnr: float, **models: float) -> dict:
+    rows = [
+        {"model": model, "degradation": name, "psnr": value, "lpips": None, "still_flicker": 2.0 / value}
+        for model, value in {"whole": psnr, **models}.items()
+        for name in CONDITIONS
+    ]
+    costs = {"slots": 12, "history_bytes": 5e7, "history_latents": 12.0, "steps": {"a": 10, "b": 20}}
+    return {"variant": variant, "group": group, "seed": seed, "rows": rows, **costs}
+
+
+def test_the_report_says_what_came_out() -> None:
+    text = render(
+        [
+            result("routed", "cache", 0, 30.2),
+            result("routed", "cache", 1, 30.4),
+            result("uniform-r", "cache", 0, 30.0),
+            result("uniform-r", "cache", 1, 30.0),
+            result("uniform-3r", "cache", 0, 30.3),
+            result("uniform-3r", "cache", 1, 30.3),
+        ]
+    )
+    assert "| variant | PSNR | flicker | slots | KV (MB) | attention | steps | seeds |" in text
+    assert "| routed | 30.30 ± 0.10 | 0.066" in text
+    assert "**routed against uniform-r**: PSNR +0.30 (better in every seed)" in text
+    assert "**routed against uniform-3r**: PSNR +0.00 (seeds disagree)" in text
+    assert "no-recycling" not in text
+    history = render([result("as-nano", "history", 0, 30.0, **{"blocks-alone": 29.9, "stateless": 29.7})])
+    assert "as-nano, against blocks-alone: +0.100 dB, +0.3% less flicker: missed" in history
+    assert "as-nano, against stateless: +0.300 dB, +1.0% less flicker: met" in history
