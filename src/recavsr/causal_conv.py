@@ -91,9 +91,8 @@ class CausalConv3d(nn.Module):
         if method == "library":
             pad = (0, self.kernel[1] // 2, self.kernel[2] // 2)
             return F.conv3d(x, self.weight, self.bias, self.stride, pad)
-        out = {"unfolded": self._unfolded, "planes": self._planes, "shifted": self._shifted}[method](
-            x, outputs
-        )
+        forms = {"unfolded": self._unfolded, "planes": self._planes, "shifted": self._shifted}
+        out = forms[method](x, outputs)
         return out.permute(0, 4, 1, 2, 3)
 
     def _best_method(self, x: Tensor) -> Method:
@@ -123,7 +122,7 @@ class CausalConv3d(nn.Module):
         return out
 
     def _planes(self, x: Tensor, outputs: int) -> Tensor:
-        """Convolve each output's frames as channels of one picture: [B, C, F, H, W] -> [B, F', H', W', C']."""
+        """Convolve each output's frames as channels of one picture; shapes as above."""
         time, rows, columns = self.kernel
         taps = x.unfold(2, time, self.stride[0])[:, :, :outputs].permute(0, 2, 3, 4, 5, 1)  # B F' H W time C
         pictures = taps.flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
