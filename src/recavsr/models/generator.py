@@ -270,6 +270,12 @@ class Generator(nn.Module):
     def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
         """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, N, T, C], and the token grid."""
         dtype = self.patch_embedding.weight.dtype
+        grid = self._grid(noisy, lr_tokens)
+        tokens = self._patch(noisy.to(dtype)) + lr_tokens
+        return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
+
+    def _grid(self, noisy: Tensor, lr_tokens: Tensor) -> Grid:
+        """Return the token grid of latents [B, C, T, H, W]; raise ValueError where LR tokens do not fit."""
         patch = self.config.patch
         grid = Grid(noisy.shape[3] // patch, noisy.shape[4] // patch)
         if lr_tokens.shape[1:3] != (grid.cells, noisy.shape[2]):
@@ -277,8 +283,7 @@ class Generator(nn.Module):
                 f"LR frames give {lr_tokens.shape[2]} latents of {lr_tokens.shape[1]} tokens, "
                 f"the noise has {noisy.shape[2]} of {grid.cells}"
             )
-        tokens = self._patch(noisy.to(dtype)) + lr_tokens
-        return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
+        return grid
 
     def _patch(self, latents: Tensor) -> Tensor:
         """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, N, T, width]."""
@@ -291,7 +296,10 @@ class Generator(nn.Module):
         table = (self.modulation + condition.time_embedding[:, None]).to(x.dtype)
         shift, scale = table[:, 0, None, None], 1 + table[:, 1, None, None]
         normal = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.eps)
-        out = self.head((normal * scale + shift).to(x.dtype))
+        return self._unpatch(self.head((normal * scale + shift).to(x.dtype)), grid)
+
+    def _unpatch(self, out: Tensor, grid: Grid) -> Tensor:
+        """Open the head's outputs [B, N, T, p p C] into latents [B, C, T, H, W]."""
         p = self.config.patch
         out = out.unflatten(3, (p, p, -1)).unflatten(1, (grid.height, grid.width))  # B h w T p p C
         return out.permute(0, 6, 3, 1, 4, 2, 5).flatten(5).flatten(3, 4)

@@ -12,6 +12,7 @@ import torch
 
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
+from recavsr.models.generator import Generator
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
 
@@ -124,10 +125,11 @@ def load(
     folder = ModelFolder.open(model_folder(str(name)))
     if target.type == "cpu":
         _keep_freed_memory()
-    return ReCaVSR(
-        str(name),
-        folder.load_generator(target, dtype),
-        folder.load_decoder(target, dtype),
-        folder.load_prompt(target, dtype),
-        blocks,
-    )
+    # float32 is the reference, in the plain form; what runs faster than that runs folded.
+    generator: Generator
+    prompt = folder.load_prompt(target)
+    if dtype == torch.float32:
+        generator = folder.load_generator(target)
+    else:
+        generator = folder.load_folded(prompt, dtype)
+    return ReCaVSR(str(name), generator, folder.load_decoder(target, dtype), prompt, blocks)
