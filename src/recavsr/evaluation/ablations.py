@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from recavsr.errors import InputError
+from recavsr.evaluation.environment import environment
 from recavsr.evaluation.lpips import LPIPS, weights_folder
 from recavsr.evaluation.peers import open_peer
 from recavsr.evaluation.protocol import (
     FULL,
     QUICK,
-    environment,
     evaluate,
     held_out_clips,
     session_upscaler,

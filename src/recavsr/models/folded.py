@@ -35,7 +35,7 @@ MakeLinear = Callable[[Tensor, Tensor], nn.Module]
 """Makes a linear layer of a float32 weight [out, in] and bias [out]: in bfloat16, in float8, ..."""
 
 
-def linear_in(dtype: torch.dtype) -> MakeLinear:
+def linear_in(dtype: torch.dtype) -> Callable[[Tensor, Tensor], nn.Linear]:
     """Return the maker of plain linear layers of a dtype."""
 
     def make(weight: Tensor, bias: Tensor) -> nn.Linear:
@@ -49,6 +49,8 @@ def linear_in(dtype: torch.dtype) -> MakeLinear:
 
 class FusedSelfAttention(SelfAttention):
     """Self-attention whose queries, keys and values come from one product."""
+
+    to_out: nn.Module  # type: ignore[assignment]  # plain or float8
 
     def __init__(self, plain: SelfAttention, to_qkv: nn.Module, to_out: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -132,7 +134,7 @@ class FoldedGenerator(Generator):
         embed: nn.Module,
         lr_projector: LRProjector,
         blocks: nn.ModuleList,
-        head: nn.Module,
+        head: nn.Linear,
     ) -> None:
         nn.Module.__init__(self)
         self.config = config
@@ -182,15 +184,16 @@ def fold(
     time, projection, text = embedding(torch.full((1,), ONE_STEP, device=device), prompt.float())
     del embedding
 
-    blocks, layers = nn.ModuleList(), []
+    blocks, layers = nn.ModuleList(), list[LayerCondition]()
     for index in range(config.layers):
         with torch.device("meta"):
             block = DiTBlock(config.width, config.heads, config.head_width, config.ffn_width, config.eps)
         load(block, f"blocks.{index}.")
-        constants = block.condition(projection, text)
-        kept = (constants.cross_keys.to(dtype), constants.cross_values.to(dtype))
-        layers.append(LayerCondition(constants.modulation, *kept))
-        blocks.append(FoldedBlock(block, constants.modulation, make, dtype))
+        layer = block.condition(projection, text)
+        layers.append(
+            LayerCondition(layer.modulation, layer.cross_keys.to(dtype), layer.cross_values.to(dtype))
+        )
+        blocks.append(FoldedBlock(block, layer.modulation, make, dtype))
 
     with torch.device("meta"):
         projector = LRProjector(config.lr_hidden, config.width, config.latent_stride, config.patch)

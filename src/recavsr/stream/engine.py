@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -119,22 +120,27 @@ def upscale(
                 return _report(plan, reader, str(model), Timing(), 0.0, (), dry_run=True)
             watch = _Watch(plan.frames, progress)
             watch.say("loading", 0)
-            block_model = _loaded(model, device, precision)
+            block_model, notes = _loaded(model, device, precision)
             session = Session(
                 block_model, lr_size=plan.lr_size, out_size=plan.out_size, seed=seed, color_fix=color_fix
             )
             watch.begin()
             timing = run_pipeline(reader, session, writer, watch.frames)
             watch.say("done", timing.frames_written)
-            return _report(
-                plan, reader, block_model.name, timing, time.perf_counter() - began, tuple(writer.warnings)
-            )
+            late = (*notes, *writer.warnings)
+            return _report(plan, reader, block_model.name, timing, time.perf_counter() - began, late)
 
 
-def _loaded(model: str | os.PathLike[str] | BlockModel, device: str, precision: str) -> BlockModel:
+def _loaded(
+    model: str | os.PathLike[str] | BlockModel, device: str, precision: str
+) -> tuple[BlockModel, list[str]]:
+    """Return the model, and what its loading warned of."""
     if not isinstance(model, (str, os.PathLike)):
-        return model
-    return load(os.fspath(model), device=device, precision=precision)
+        return model, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loaded = load(os.fspath(model), device=device, precision=precision)
+    return loaded, [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
 class _Watch:
