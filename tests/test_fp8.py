@@ -32,12 +32,16 @@ def test_every_row_uses_the_whole_range() -> None:
     # Three bits after the leading one: half a step is 1/16 of the value at most.
     error = (values.float() * scale - x).abs()
     assert bool((error <= x.abs() / 16 + scale * 2**-10).all())
+    values, scale = quantize_rows(x.bfloat16())
+    assert values.float().isfinite().all()
+    error = (values.float() * scale - x.bfloat16()).abs()
+    assert bool((error <= x.abs() * (1 / 16 + 1 / 128) + scale * 2**-10).all())
 
 
 @pytest.mark.parametrize("shape", [(3, 32), (2, 5, 3, 32)])
 def test_a_layer_is_exact_on_rounded_values(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    plain = nn.Linear(32, 48)
+    plain = nn.Linear(32, 48).requires_grad_(False)
     layer = FP8Linear(plain.weight.data, plain.bias.data)
     x = torch.randn(shape).bfloat16()
     values, scale = quantize_rows(x.flatten(0, -2))
@@ -51,7 +55,7 @@ def test_a_layer_is_exact_on_rounded_values(shape: tuple[int, ...]) -> None:
 
 
 def test_a_weight_takes_a_byte_and_travels_in_a_state_dict() -> None:
-    plain = nn.Linear(32, 48)
+    plain = nn.Linear(32, 48).requires_grad_(False)
     layer = FP8Linear(plain.weight.data, plain.bias.data)
     assert layer.weight.element_size() == 1
     other = FP8Linear(torch.zeros(48, 32), torch.zeros(48))

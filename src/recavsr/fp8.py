@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FLOAT8).max
-_LEAST_SCALE = 1e-12  # rows of zeros
+_LEAST = 1e-12  # stands in for the largest value of a row of zeros
 _NEEDED = (8, 9)  # compute capability of the first cards with such products
 
 
@@ -23,10 +23,12 @@ def why_no_fp8(device: torch.device) -> str | None:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x` [rows, C] as float8 and its scales [rows, 1]: x = values * scales, nearly."""
-    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=_LEAST_SCALE) / _LARGEST
-    # The clamp is for rounding: the largest value of a row may come out just above the largest float8.
-    return (x.float() / scale).clamp(-_LARGEST, _LARGEST).to(FLOAT8), scale
+    """Return `x` [rows, C] as float8 and its scales [rows, 1], float32: x = values * scales, nearly."""
+    largest = torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True)
+    # Rounded to the dtype of x first, so that values and scales fit each other. That moves the largest value
+    # by less than half a step of float8: it can not overflow.
+    inverse = (_LARGEST / largest.float().clamp(min=_LEAST)).to(x.dtype)
+    return (x * inverse).to(FLOAT8), inverse.float().reciprocal()
 
 
 class FP8Linear(nn.Module):

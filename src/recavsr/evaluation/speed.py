@@ -336,7 +336,7 @@ def diffusers_baseline(config: GeneratorConfig, size: tuple[int, int], model: Re
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            network: Any = WanTransformer3DModel(
+            network = cast(Any, WanTransformer3DModel)(
                 patch_size=(1, config.patch, config.patch),
                 num_attention_heads=config.heads,
                 attention_head_dim=config.head_width,
@@ -349,7 +349,7 @@ def diffusers_baseline(config: GeneratorConfig, size: tuple[int, int], model: Re
                 cross_attn_norm=True,
                 qk_norm="rms_norm_across_heads",
                 eps=config.eps,
-            ).eval()
+            )
     finally:
         torch.set_default_dtype(torch.float32)
     stride = config.latent_stride

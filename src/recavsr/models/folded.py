@@ -12,7 +12,7 @@ Weights are folded one layer at a time in float32 and rounded once to what they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from recavsr.models.dit_block import DiTBlock, LayerCondition, SelfAttention
 from recavsr.models.generator import ONE_STEP, Condition, Generator, GeneratorConfig, TimeTextEmbedding
 from recavsr.models.kv_history import KVHistory
 from recavsr.models.lr_projector import LRProjector
+from recavsr.models.offload import StreamedLayers, to_main_memory
 from recavsr.models.visibility import Visibility
 from recavsr.rope import AxisSplit
 
@@ -126,6 +127,8 @@ class FoldedGenerator(Generator):
     It has the same `start` and `step`, and the same state, as the generator that it was made of.
     """
 
+    blocks: nn.Module  # type: ignore[assignment]  # a list, or layers that travel
+
     def __init__(
         self,
         config: GeneratorConfig,
@@ -133,7 +136,7 @@ class FoldedGenerator(Generator):
         constants: Condition,
         embed: nn.Module,
         lr_projector: LRProjector,
-        blocks: nn.ModuleList,
+        blocks: nn.Module,
         head: nn.Linear,
     ) -> None:
         nn.Module.__init__(self)
@@ -165,11 +168,13 @@ def fold(
     prompt: Tensor,
     dtype: torch.dtype,
     make: MakeLinear | None = None,
+    resident: Sequence[bool] | None = None,
 ) -> FoldedGenerator:
     """Fold the weights that `source` gives, one layer after the other, on the device of `prompt`.
 
     `prompt` is [1, L, text width]; `dtype` is that of activations and of what is no layer's linear map;
-    `make` makes the layers' linear maps (by default plain ones of `dtype`).
+    `make` makes the layers' linear maps (by default plain ones of `dtype`); layers that are not `resident`
+    (by default all are) wait in main memory and visit the device at every block.
     """
     device, make = prompt.device, make or linear_in(dtype)
 
@@ -184,7 +189,7 @@ def fold(
     time, projection, text = embedding(torch.full((1,), ONE_STEP, device=device), prompt.float())
     del embedding
 
-    blocks, layers = nn.ModuleList(), list[LayerCondition]()
+    blocks, layers = list[FoldedBlock](), list[LayerCondition]()
     for index in range(config.layers):
         with torch.device("meta"):
             block = DiTBlock(config.width, config.heads, config.head_width, config.ffn_width, config.eps)
@@ -194,6 +199,8 @@ def fold(
             LayerCondition(layer.modulation, layer.cross_keys.to(dtype), layer.cross_values.to(dtype))
         )
         blocks.append(FoldedBlock(block, layer.modulation, make, dtype))
+        if resident is not None and not resident[index]:
+            to_main_memory(blocks[-1], device)
 
     with torch.device("meta"):
         projector = LRProjector(config.lr_hidden, config.width, config.latent_stride, config.patch)
@@ -214,4 +221,7 @@ def fold(
     shift, scale = (get("modulation") + time[:, None])[0].unbind()
     head = plain(*_after_norm(get("head.weight"), get("head.bias"), 1 + scale, shift))
     constants = Condition(time, tuple(layers))
-    return FoldedGenerator(config, prompt, constants, embed, projector, blocks, head).eval()
+    together: nn.Module = nn.ModuleList(blocks)
+    if resident is not None and not all(resident):
+        together = StreamedLayers(blocks, resident, device)
+    return FoldedGenerator(config, prompt, constants, embed, projector, together, head).eval()

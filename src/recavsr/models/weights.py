@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,11 @@ class ModelFolder:
         return model.eval().requires_grad_(False)
 
     def load_folded(
-        self, prompt: Tensor, dtype: torch.dtype, make: MakeLinear | None = None
+        self,
+        prompt: Tensor,
+        dtype: torch.dtype,
+        make: MakeLinear | None = None,
+        resident: Sequence[bool] | None = None,
     ) -> FoldedGenerator:
         """Load the generator in its form for inference, strictly, straight to the device of `prompt`.
 
@@ -153,7 +157,7 @@ class ModelFolder:
             def source(name: str) -> Tensor:
                 return file.get_tensor(released_generator_name(name))
 
-            return fold(self.generator, source, prompt, dtype, make)
+            return fold(self.generator, source, prompt, dtype, make, resident)
 
     def load_decoder(
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
-from recavsr.geometry import BlockPlan
+from recavsr.geometry import BlockPlan, padded_size
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
+from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
 
 Precision = Literal["auto", "fp32", "bf16", "fp8"]
@@ -130,13 +132,18 @@ def load(
     device: str | torch.device = "auto",
     precision: str = "auto",
     first_block_latents: int | None = None,
+    memory: int | str | None = None,
+    out_size: tuple[int, int] = (1080, 1920),
+    tell: Callable[[str], None] | None = None,
 ) -> BlockModel:
     """Load a model.
 
     `name` is `nano`, `identity`, a model folder in the released layout, or a hub id. `precision` is
     auto, fp32, bf16 or fp8 (of the generator's large linear layers; a warning says where the device has
     none such). `first_block_latents` shortens the first block for a lower latency (default 6
-    latents, 21 frames). Raises InputError where the model can not be found or does not fit.
+    latents, 21 frames). `memory` ("8GB", or bytes) bounds what the device's memory has to hold at `out_size`
+    (height, width): layers that do not fit wait in main memory; `tell` gets the plan, line by line, before
+    the weights are read. Raises InputError where the model can not be found or does not fit.
     """
     blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
     target = resolve_device(device)
@@ -147,11 +154,27 @@ def load(
     if target.type == "cpu":
         _keep_freed_memory()
     prompt = folder.load_prompt(target)
+    make, resident = linear_layers(precision, target), None
+    if memory is not None:
+        plan = plan_memory(
+            folder.generator,
+            folder.decoder,
+            padded_size(*out_size, folder.generator.token_stride),
+            blocks,
+            parse_memory(memory),
+            prompt.shape[1],
+            value=dtype.itemsize,
+            weight=dtype.itemsize if make is None else 1,
+        )
+        if tell is not None:
+            for line in plan.lines():
+                tell(line)
+        resident = None if plan.all_stay else plan.resident
     generator: Generator
-    if dtype == torch.float32:  # the reference: the plain form
+    if dtype == torch.float32 and resident is None:  # the reference: the plain form
         generator = folder.load_generator(target)
     else:
-        generator = folder.load_folded(prompt, dtype, linear_layers(precision, target))
+        generator = folder.load_folded(prompt, dtype, make, resident)
     return ReCaVSR(str(name), generator, folder.load_decoder(target, dtype), prompt, blocks)
 
 
