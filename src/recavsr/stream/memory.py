@@ -1,7 +1,7 @@
 """What a stream needs of a device's memory, counted before anything is loaded, and what is left out to fit.
 
-Sizes are bytes. Counted are weights, the state of a long stream, and the largest moment of the first block,
-which is the longest. What a library needs for itself is a flat allowance.
+Sizes are bytes. Counted are weights, and the largest moment of the first block, which is the longest, or of a
+later one, which has two states beside it. What a library needs for itself is a flat allowance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryPlan:
     """Which layers stay on the device, and what that makes."""
 
     budget: int
-    held: dict[str, int]
+    held: dict[str, int]  # all the time
     moments: dict[str, int]  # not at the same time: the largest counts
     layer: int
     resident: tuple[bool, ...]
@@ -112,33 +112,40 @@ def plan_memory(
     held = {
         "projector, ends and decoder": value * (projector + 3 * patch * width + decoding),
         "prompt": value * 2 * config.layers * prompt_tokens * width,
-        "history": value * 2 * sum(capacity) * grid.cells * width,
-        "other state": value
-        * (3 * cells.cells * (pixels + first) + 2 * reach * cells.cells * narrow + 2 * patch * grid.cells),
     }
-    latents, frames = max(blocks.first, blocks.rest), max(blocks.frames(0), blocks.frames(1))
-    pictures = 3 * size[0] * size[1] * frames * (4 + value)  # as a session gives them, and rounded
-    tokens = grid.cells * latents
-    seen = max(latents, blocks.rest + max(capacity))
-    piece = min(PIECE_FRAMES, frames)
-    decoded = min(PIECE_LATENTS, latents)
-    moments = {
-        # Unshuffled, joined to the history, padded; the norm works in three float32 copies.
-        "projector": pictures
-        + 3 * value * (piece + 3) * cells.cells * pixels
-        + (value + 3 * 4) * (piece // 2 + 1) * cells.cells * first
-        + causal_conv._PIECE_BYTES,
-        # Results of products, their float32 norms and rotations, keys and values joined to the history.
-        "attention": pictures
-        + tokens * width * (8 * value + 4 * 4)
-        + value * 2 * seen * grid.cells * width
-        + _gathered(config.window, grid, value * 2 * seen * width),
-        "feed-forward": pictures + value * tokens * (3 * width + 2 * config.ffn_width),
-        "decoder": pictures
-        + 4 * 3 * size[0] * size[1] * (frames + 4 * decoded)
-        + 4 * decoded * cells.cells * value * int(decoder.width * (4 + 3 * decoder.ffn_ratio))
-        + _gathered(decoder.window, cells, value * 2 * 4 * decoder.window_latents * narrow),
-    }
+    history = value * 2 * sum(capacity) * grid.cells * width
+    history += value * 3 * cells.cells * (pixels + first)
+    history += value * (2 * reach * cells.cells * narrow + 2 * patch * grid.cells)
+
+    def largest(latents: int, frames: int, histories: int) -> dict[str, int]:
+        """Return the moments of one block, with so many histories beside them."""
+        # Frames as a session gives them, and rounded.
+        beside = 3 * size[0] * size[1] * frames * (4 + value) + histories * history
+        tokens, seen = grid.cells * latents, blocks.rest + max(capacity)
+        piece, decoded = min(PIECE_FRAMES, frames), min(PIECE_LATENTS, latents)
+        return {
+            # Unshuffled, joined to the history, padded; the norm works in two float32 copies.
+            "projector": beside
+            + 3 * value * (piece + 3) * cells.cells * pixels
+            + (value + 2 * 4) * -(-piece // 2) * cells.cells * first
+            + causal_conv._PIECE_BYTES,
+            # Results of products, their float32 norms and rotations, keys and values joined to the history.
+            "attention": beside
+            + tokens * width * (8 * value + 4 * 4)
+            + value * 2 * seen * grid.cells * width
+            + _gathered(config.window, grid, value * 2 * max(seen, latents) * width),
+            "feed-forward": beside + value * tokens * (3 * width + 2 * config.ffn_width),
+            "decoder": beside
+            + 4 * 3 * size[0] * size[1] * (frames + 4 * decoded)
+            + 4 * decoded * cells.cells * value * int(decoder.width * (4 + 3 * decoder.ffn_ratio))
+            + _gathered(decoder.window, cells, value * 2 * 4 * decoder.window_latents * narrow),
+        }
+
+    # A later block makes a history beside the one that it was given.
+    first_block = largest(blocks.first, blocks.frames(0), histories=1)
+    later = largest(blocks.rest, blocks.frames(1), histories=2)
+    moments = {f"{name} of the first block": amount for name, amount in first_block.items()}
+    moments |= {f"{name} of a later block": amount for name, amount in later.items()}
     plan = MemoryPlan(budget, held, moments, layer, (False,) * config.layers)
     if plan.peak > budget:
         raise InputError(
