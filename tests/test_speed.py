@@ -20,9 +20,10 @@ from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.evaluation import speed
 from recavsr.evaluation.floor import Work, attention_work, decoder_work, generator_work
-from recavsr.geometry import Grid
+from recavsr.geometry import BlockPlan, Grid
 from recavsr.models.presets import recavsr_5b, recavsr_5b_decoder
 from recavsr.stream.load import random_model
+from recavsr.stream.memory import plan_memory
 from tiny import DECODER, GENERATOR, STRIDE, one_thread, tiny_model
 
 
@@ -112,7 +113,12 @@ def test_a_whole_run(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "REPEATS", 1)
     monkeypatch.setattr(speed, "recavsr_5b", lambda: GENERATOR)
     monkeypatch.setattr(speed, "recavsr_5b_decoder", lambda: DECODER)
+    memory = None
+    if precision == "bf16":  # some of the layers travel
+        plan = plan_memory(GENERATOR, DECODER, (32, 48), BlockPlan(), 10**11, speed.PROMPT_TOKENS, 2, 2)
+        memory = f"{(plan.peak - plan.layer) / 1e6}MB"
     options = speed.Options(
+        memory=memory,
         model="recavsr_5b",
         sizes=((48, 32),),
         precisions=(precision,),
@@ -136,6 +142,7 @@ def test_a_whole_run(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["floor_ms"]["total"] == pytest.approx(total, abs=0.01)
     assert row["baseline"]["bicubic_frame_ms"] > 0
     assert row["file_to_file"]["fps"] > 0
+    assert row.get("memory") == memory
 
 
 def test_the_module_needs_no_command_line_and_no_pyav() -> None:

@@ -26,6 +26,7 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="Default: benchmarks/results/speed_MODEL_DEVICE.json."),
     ] = None,
+    memory: Annotated[str | None, typer.Option(help="Budget of the device's memory, e.g. 8GB.")] = None,
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Leave other models out.")] = False,
     no_files: Annotated[bool, typer.Option("--no-files", help="Leave decoding and encoding out.")] = False,
 ) -> int:
@@ -35,6 +36,7 @@ def command(
     arguments = ["--model", resolve(model), "--size", size, "--precision", precision]
     arguments += ["--frames", str(frames), "--device", device]
     arguments += ["--output", str(output)] if output else []
+    arguments += ["--memory", memory] if memory else []
     arguments += ["--no-baseline"] if no_baseline else []
     arguments += ["--no-files"] if no_files else []
     return speed.main(arguments)

@@ -30,7 +30,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.attention import plan_window, windowed_attention
+from recavsr.causal_conv import Method
 from recavsr.errors import InputError
 from recavsr.evaluation.environment import environment
 from recavsr.evaluation.floor import decoder_work, generator_work
@@ -225,12 +226,28 @@ def measure_parts(model: ReCaVSR, state: StreamState, size: tuple[int, int]) -> 
     parts["generator_rest"] = parts["generator"] - sum(
         parts[name] for name in ("lr_projector", "products", "attention")
     )
+    if device.type == "cuda":  # the forms of its convolutions, to choose by
+        for method in get_args(Method):
+            if method != "shifted":
+                parts[f"lr_projector, {method}"] = _time_projector(model, state, lr_frames, method)
     small = np.zeros((4 * latents, size[0] // SCALE, size[1] // SCALE, 3), np.uint8)
     parts["enlarging (not in the model)"] = timed(
         lambda: prepare_lr_frames(small, size, model.size_multiple, device)
     )
     parts["to pictures (not in the model)"] = timed(lambda: to_picture(frames, size, np.dtype(np.uint8)))
     return {name: round(value, 3) for name, value in parts.items()}
+
+
+def _time_projector(model: ReCaVSR, state: StreamState, lr_frames: Tensor, method: Method) -> float:
+    projector, before = model.generator.lr_projector, state.generator.lr_projector
+    convolutions = (projector.conv1, projector.conv2)
+    for convolution in convolutions:
+        convolution.method = method
+    try:
+        return milliseconds(lambda: projector.step(before, lr_frames), model.device)
+    finally:
+        for convolution in convolutions:
+            convolution.method = None
 
 
 def _products(
@@ -475,18 +492,22 @@ class Options:
     device: str = "auto"
     baseline: bool = True
     files: bool = True  # also from file to file
+    memory: str | None = None  # budget of the device's memory, for the first size
     ceiling_size: int | None = None
 
 
-def open_model(name: str, device: torch.device, precision: str) -> ReCaVSR:
-    """Load a model, or make the 5B model with random weights."""
-    if name == RANDOM_5B:
-        return random_model(
-            name, recavsr_5b(), recavsr_5b_decoder(), PROMPT_TOKENS, device=device, precision=precision
-        )
-    model = load(name, device=device, precision=precision)
+def open_model(options: Options, device: torch.device, precision: str) -> ReCaVSR:
+    """Load the model, or make the 5B model with random weights."""
+    width, height = options.sizes[0]
+    settings: dict[str, Any] = {"device": device, "precision": precision}
+    if options.memory is not None:
+        settings |= {"memory": options.memory, "out_size": (height, width), "tell": print}
+    if options.model == RANDOM_5B:
+        sizes = (recavsr_5b(), recavsr_5b_decoder(), PROMPT_TOKENS)
+        return random_model(options.model, *sizes, **settings)
+    model = load(options.model, **settings)
     if not isinstance(model, ReCaVSR):
-        raise InputError(f"{name} has no parts to measure; use nano, {RANDOM_5B} or a model folder")
+        raise InputError(f"{options.model} has no parts to measure; use nano, {RANDOM_5B} or a model folder")
     return model
 
 
@@ -509,7 +530,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
                 say(json.dumps(commands[name, out_size]))
     rows = []
     for precision in precisions:
-        model = open_model(options.model, device, precision)
+        model = open_model(options, device, precision)
         for out_size in options.sizes:
             rows.append(_row(model, out_size, precision, ceilings, options))
             if options.files:
@@ -537,6 +558,7 @@ def _row(
         "size": f"{size[0]}x{size[1]}",
         "precision": precision,
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **({"memory": options.memory} if options.memory else {}),
     }
     measured, state = measure_stream(model, whole(model), size, options.frames)
     row |= measured
@@ -612,6 +634,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="auto", help="by commas: auto, fp32, bf16, fp8")
     parser.add_argument("--frames", type=int, default=201)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--memory", help="budget of the device's memory, as of `upscale`, e.g. 8GB")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--no-files", action="store_true", help="leave decoding and encoding out")
     parser.add_argument(
@@ -624,6 +647,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         precisions=tuple(given.precision.split(",")),
         frames=given.frames,
         device=given.device,
+        memory=given.memory,
         baseline=not given.no_baseline,
         files=not given.no_files,
     )

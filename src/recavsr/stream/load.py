@@ -154,28 +154,39 @@ def load(
     if target.type == "cpu":
         _keep_freed_memory()
     prompt = folder.load_prompt(target)
-    make, resident = linear_layers(precision, target), None
+    make = linear_layers(precision, target)
+    resident = None
     if memory is not None:
-        plan = plan_memory(
-            folder.generator,
-            folder.decoder,
-            padded_size(*out_size, folder.generator.token_stride),
-            blocks,
-            parse_memory(memory),
-            prompt.shape[1],
-            value=dtype.itemsize,
-            weight=dtype.itemsize if make is None else 1,
-        )
-        if tell is not None:
-            for line in plan.lines():
-                tell(line)
-        resident = None if plan.all_stay else plan.resident
+        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1])
+        resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:  # the reference: the plain form
         generator = folder.load_generator(target)
     else:
         generator = folder.load_folded(prompt, dtype, make, resident)
     return ReCaVSR(str(name), generator, folder.load_decoder(target, dtype), prompt, blocks)
+
+
+def _resident_layers(
+    config: GeneratorConfig,
+    decoder: DecoderConfig,
+    out_size: tuple[int, int],
+    blocks: BlockPlan,
+    memory: int | str,
+    prompt_tokens: int,
+    dtype: torch.dtype,
+    make: MakeLinear | None,
+    tell: Callable[[str], None] | None,
+) -> tuple[bool, ...] | None:
+    """Plan for a budget of memory, tell the plan, return which layers stay (None: all of them)."""
+    size = padded_size(*out_size, config.token_stride)
+    weight = dtype.itemsize if make is None else 1
+    budget = parse_memory(memory)
+    plan = plan_memory(config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
+    if tell is not None:
+        for line in plan.lines():
+            tell(line)
+    return None if plan.all_stay else plan.resident
 
 
 def random_model(
@@ -186,8 +197,14 @@ def random_model(
     *,
     device: torch.device | str = "auto",
     precision: str = "auto",
+    memory: int | str | None = None,
+    out_size: tuple[int, int] = (1080, 1920),
+    tell: Callable[[str], None] | None = None,
 ) -> ReCaVSR:
-    """Make a model of these sizes with random weights, on the device, in its final form: to measure speed."""
+    """Make a model of these sizes with random weights, on the device, in its final form: to measure speed.
+
+    The options are those of `load`.
+    """
     target = resolve_device(device)
     dtype = resolve_precision(precision, target)
     with torch.device("meta"):
@@ -202,12 +219,16 @@ def random_model(
         return torch.randn(shape, device=target) / fan_in**0.5
 
     prompt = torch.randn(1, prompt_tokens, config.text_width, device=target)
+    make, resident = linear_layers(precision, target), None
+    if memory is not None:
+        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens)
+        resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
-    if dtype == torch.float32:
+    if dtype == torch.float32 and resident is None:
         plain.load_state_dict({key: source(key) for key in shapes}, strict=True, assign=True)
         generator = plain.eval().requires_grad_(False)
     else:
-        generator = fold(config, source, prompt, dtype, linear_layers(precision, target))
+        generator = fold(config, source, prompt, dtype, make, resident)
     decoder = FlashDecoder(decoder_config).to(target).eval().requires_grad_(False)
     for parameter in decoder.parameters():  # the latents' statistics stay float32
         parameter.data = parameter.data.to(dtype)
