@@ -41,8 +41,8 @@ check: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 bench: $(VENV)/core.stamp
-	@echo "== bench: speed and memory of the whole command on this machine"
-	$(BIN)/python benchmarks/upscale_speed.py
+	@echo "== bench: speed and memory of nano on this machine"
+	$(BIN)/recavsr bench
 
 clean:
 	rm -rf $(VENV) demo_out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow
 from recavsr.cache_policy import PAPER_SCHEDULE, CacheAction, Schedule
-from recavsr.evaluation.protocol import environment
+from recavsr.evaluation.environment import environment
 from recavsr.models.dit_block import LayerCondition
 from recavsr.models.generator import Condition, Generator, GeneratorConfig, teacher_forced_recycled
 from recavsr.models.lora import attach

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recavsr.causal_conv import CausalConv3d, ConvHistory
+from recavsr.causal_conv import CausalConv3d, ConvHistory, Method
 from recavsr.models.lr_projector import LRProjector, LRProjectorState, unshuffle_frames
 from tiny import one_thread
 
@@ -151,3 +151,65 @@ def test_a_history_that_forgets_stays_in_phase(projector: LRProjector, passed: i
     assert torch.equal(forgot, conv.step(stilled, rest)[1])
     assert not torch.equal(forgot, kept)
     assert after.shape == projector.step(state, x[:, :, passed:])[1].shape
+
+
+STRIDES = {
+    "unfolded": [(1, 1, 1), (2, 1, 1), (2, 2, 2), (3, 1, 2)],
+    "planes": [(2, 1, 1), (2, 2, 2)],
+    "shifted": [(1, 1, 1), (2, 1, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "stride"), [(method, stride) for method, strides in STRIDES.items() for stride in strides]
+)
+@pytest.mark.parametrize("piece", [1, 1 << 28], ids=["many-pieces", "one-piece"])
+@pytest.mark.parametrize("arranged", [False, True])
+def test_every_method_is_the_library_s_convolution(
+    method: Method, stride: tuple[int, int, int], piece: int, arranged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("recavsr.causal_conv._PIECE_BYTES", piece)
+    conv = CausalConv3d(6, 5, (4, 3, 3), stride).requires_grad_(False)
+    nn.init.normal_(conv.bias)
+    x = torch.randn(2, 6, FRAMES, 5, 7)
+    wanted = conv_in_pieces(conv, x, [21, 8])
+    weight = conv.weight.clone()
+    if arranged:
+        conv.arrange_weight()
+    assert torch.equal(conv.weight, weight)
+    conv.method = method
+    torch.testing.assert_close(conv_in_pieces(conv, x, [21, 8]), wanted, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(conv_in_pieces(conv, x, [1, 4, 16, 8]), wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_an_arranged_weight_is_read_without_a_copy() -> None:
+    conv = CausalConv3d(6, 5, (4, 3, 3), (2, 1, 1)).requires_grad_(False)
+    conv.arrange_weight()
+    assert conv.weight.permute(0, 3, 4, 2, 1).flatten(1).data_ptr() == conv.weight.data_ptr()
+    planes = conv.weight.transpose(1, 2).flatten(1, 2)
+    assert planes.is_contiguous(memory_format=torch.channels_last)
+    assert planes.data_ptr() == conv.weight.data_ptr()
+
+
+def test_a_history_holds_no_more_than_its_frames() -> None:
+    conv = CausalConv3d(2, 2, (4, 3, 3), (2, 1, 1)).requires_grad_(False)
+    history, _ = conv.step(None, torch.randn(1, 2, 21, 3, 3))
+    assert history.frames.untyped_storage().nbytes() == history.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [None, "planes", "unfolded"])
+def test_the_wide_projector_on_a_card(method: Method | None) -> None:
+    torch.manual_seed(0)
+    projector = LRProjector((512, 1024), 64, 16, 2).cuda().requires_grad_(False)
+    x = torch.rand(1, 3, FRAMES, 128, 192, device="cuda") * 2 - 1
+    exact = project(projector, x, [21, 8])
+    projector.bfloat16()
+    for conv in (projector.conv1, projector.conv2):
+        conv.arrange_weight()
+        conv.method = method
+    with torch.inference_mode():
+        half = project(projector, x.bfloat16(), [21, 8])
+    error = (half.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 0.01

@@ -22,6 +22,7 @@ FLOORS = {
     "layers": 1,
     "lora": 1,
     "causal_conv": 1,
+    "fp8": 1,
     "models": 2,
     "video": 2,
     "stream": 3,

@@ -24,6 +24,9 @@ from recavsr.geometry import Grid
 
 Border = Literal["shift", "cut"]
 
+_GATHER_BYTES = 1 << 29
+"""How much of the keys and values that tiles gather for themselves exists at a time."""
+
 _TILE = 8
 """Side of a query tile where windows are per query: the tile reads the union of its windows."""
 
@@ -202,8 +205,35 @@ def _axis_tiles(spans: list[range], tile: int, extent: int) -> tuple[Tensor, Ten
 
 
 def _tiled(query: Tensor, key: Tensor, value: Tensor, plan: _Tiling, scale: float) -> Tensor:
+    gathered = 2 * plan.key_cells.numel() * key[:, :, 0].numel() * key.element_size()
+    pieces = min(len(plan.key_cells), -(-gathered // _GATHER_BYTES))
+    if pieces > 1 and not torch.is_grad_enabled():
+        parts = [
+            _attend_tiles(query, key, value, *piece, scale)
+            for piece in zip(
+                plan.query_cells.tensor_split(pieces),
+                plan.key_cells.tensor_split(pieces),
+                [None] * pieces if plan.bias is None else plan.bias.tensor_split(pieces),
+            )
+        ]
+        out = torch.cat(parts, dim=2)
+    else:
+        out = _attend_tiles(query, key, value, plan.query_cells, plan.key_cells, plan.bias, scale)
+    return out.index_select(2, plan.untile)
+
+
+def _attend_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_cells: Tensor,
+    key_cells: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Attend in some tiles: returns [B, G, tiles x cells of a tile, Tq, R, D]."""
     batch, groups = query.shape[:2]
-    tiles, tile_cells = plan.query_cells.shape
+    tiles, tile_cells = query_cells.shape
 
     def gather(x: Tensor, cells: Tensor) -> Tensor:
         # [B, G, N, ..., D] -> [B G, tiles, cells of a tile ..., D]; tiles then play the part of heads.
@@ -211,17 +241,12 @@ def _tiled(query: Tensor, key: Tensor, value: Tensor, plan: _Tiling, scale: floa
         return picked.view(batch * groups, tiles, -1, x.shape[-1])
 
     mask = None
-    if plan.bias is not None:
+    if bias is not None:
         query_time, repeats = query.shape[3:5]
-        mask = plan.bias.to(query.dtype)[:, :, None, None, :, None]
+        mask = bias.to(query.dtype)[:, :, None, None, :, None]
         mask = mask.expand(-1, -1, query_time, repeats, -1, key.shape[3])
         mask = mask.flatten(4, 5).flatten(1, 3)[None]
     out = F.scaled_dot_product_attention(
-        gather(query, plan.query_cells),
-        gather(key, plan.key_cells),
-        gather(value, plan.key_cells),
-        mask,
-        scale=scale,
+        gather(query, query_cells), gather(key, key_cells), gather(value, key_cells), mask, scale=scale
     )
-    out = out.reshape(batch, groups, tiles * tile_cells, *query.shape[3:])
-    return out.index_select(2, plan.untile)
+    return out.reshape(batch, groups, tiles * tile_cells, *query.shape[3:])

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.state import State
+
+Method = Literal["library", "planes", "shifted", "unfolded"]
+"""How a causal convolution is computed; all give the same sums (see `CausalConv3d.method`)."""
+
+_WIDE = 512
+"""Output channels from which an unfolded input pays: then its product does more work than its memory traffic
+(2 C' operations for each value written and read, against about 200 a byte on current cards)."""
+
+_PIECE_BYTES = 1 << 29
+"""How much unfolded input exists at a time: one picture of 1088 x 1920 in the 5B model's projector."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,18 @@ class CausalConv3d(nn.Module):
     In time it starts with the first frame repeated, and its outputs stand at input frames
     0, stride, 2 stride, ...; in space it pads with zeros. Each call reads the history, convolves,
     then stores its own last frames.
+
+    `method` says how; None chooses by dtype, device and size:
+
+    - "library": the library's 3-D convolution: the reference, and the choice in float32.
+    - "unfolded": the cells that each output reads, side by side as one row, times the weight: one matrix
+      product, of a bounded number of rows at a time. For wide layers on a card, without gradients.
+    - "planes": taps in time become channels of the library's 2-D convolution.
+    - "shifted": one product of every cell with all places of the kernel in space, then a sum of shifted
+      pictures, in float32. For few output channels, at a stride of 1 in space.
     """
+
+    method: Method | None = None
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel: tuple[int, int, int], stride: tuple[int, int, int]
@@ -39,6 +61,14 @@ class CausalConv3d(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *kernel))
         self.bias = nn.Parameter(torch.zeros(out_channels))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def arrange_weight(self) -> None:
+        """Lay the weight out in memory as the products of "unfolded" and "planes" read it.
+
+        Shape and values stay as they are. Otherwise each call makes such a copy.
+        """
+        in_order = self.weight.data.permute(0, 3, 4, 2, 1).contiguous()
+        self.weight.data = in_order.permute(0, 4, 3, 1, 2)
 
     def step(self, history: ConvHistory | None, x: Tensor) -> tuple[ConvHistory, Tensor]:
         """Convolve the next frames `x` [B, C, F, H, W]; `history` is None at the start, where F >= 1.
@@ -52,7 +82,8 @@ class CausalConv3d(nn.Module):
         seen = torch.cat([before, x], dim=2)
         frames, stride = x.shape[2], self.stride[0]
         outputs = max(0, -(-(frames - phase) // stride))
-        after = ConvHistory(seen[:, :, frames:], phase=phase + outputs * stride - frames)
+        # A copy: the history must not keep the whole block alive.
+        after = ConvHistory(seen[:, :, frames:].clone(), phase=phase + outputs * stride - frames)
         return after, self._convolve(seen[:, :, phase:], outputs)
 
     def _convolve(self, x: Tensor, outputs: int) -> Tensor:
@@ -60,28 +91,62 @@ class CausalConv3d(nn.Module):
         if outputs == 0:
             shape = [(side - 1) // step + 1 for side, step in zip((height, width), self.stride[1:])]
             return x.new_empty(batch, self.weight.shape[0], 0, *shape)
-        pad = (self.kernel[1] // 2, self.kernel[2] // 2)
-        if x.dtype == torch.float32:  # the reference: the library's own sums
-            return F.conv3d(x, self.weight, self.bias, self.stride, (0, *pad))
-        if self.stride[1:] == (1, 1):
-            frames = x.permute(0, 2, 3, 4, 1).contiguous()
-            step, last = self.stride[0], (outputs - 1) * self.stride[0] + 1
-            pieces = [frames[:, tap : tap + last : step] for tap in range(self.kernel[0])]
-            return self._as_product(torch.cat(pieces, dim=4))
-        taps = x.unfold(2, self.kernel[0], self.stride[0])[:, :, :outputs]
-        # The taps in time become channels of a 2-D convolution: several times faster than the
-        # library's 3-D kernels in bfloat16.
-        taps = taps.permute(0, 2, 1, 5, 3, 4).reshape(batch * outputs, -1, height, width)
-        out = F.conv2d(taps, self.weight.flatten(1, 2), self.bias, self.stride[1:], pad)
-        return out.unflatten(0, (batch, outputs)).transpose(1, 2)
+        method = self.method or self._best_method(x)
+        if method == "library":
+            pad = (0, self.kernel[1] // 2, self.kernel[2] // 2)
+            return F.conv3d(x, self.weight, self.bias, self.stride, pad)
+        forms = {"unfolded": self._unfolded, "planes": self._planes, "shifted": self._shifted}
+        out = forms[method](x, outputs)
+        return out.permute(0, 4, 1, 2, 3)
 
-    def _as_product(self, taps: Tensor) -> Tensor:
-        """Convolve `taps` [B, F, H, W, kernel C] by one matrix product, then add shifted pictures.
+    def _best_method(self, x: Tensor) -> Method:
+        if x.dtype == torch.float32:
+            return "library"
+        wide = len(self.weight) >= _WIDE
+        if wide and x.is_cuda and not torch.is_grad_enabled():
+            return "unfolded"
+        return "shifted" if self.stride[1:] == (1, 1) and not wide else "planes"
+
+    def _unfolded(self, x: Tensor, outputs: int) -> Tensor:
+        """Convolve by products of unfolded rows: [B, C, F, H, W] -> [B, F', H', W', C']."""
+        time, rows, columns = self.kernel
+        frames = F.pad(x.permute(0, 2, 3, 4, 1), (0, 0, columns // 2, columns // 2, rows // 2, rows // 2))
+        taps = frames.unfold(1, time, self.stride[0])[:, :outputs]
+        taps = taps.unfold(2, rows, self.stride[1]).unfold(3, columns, self.stride[2])
+        taps = taps.permute(0, 1, 2, 3, 6, 7, 5, 4)  # B F' H' W' row column time C
+        weight = self.weight.permute(0, 3, 4, 2, 1).flatten(1)
+        out = x.new_empty(*taps.shape[:4], len(weight))
+        height, line = taps.shape[2], taps.shape[3] * weight.shape[1] * x.element_size()
+        pieces = min(height, -(-height * line // _PIECE_BYTES))
+        lines = -(-height // pieces)  # pieces of one size: a small last one would leave a card idle
+        for clip, made in zip(taps, out):
+            for picture, target in zip(clip, made):
+                for piece, place in zip(picture.split(lines), target.split(lines)):
+                    place.copy_(F.linear(piece.flatten(2), weight, self.bias))
+        return out
+
+    def _planes(self, x: Tensor, outputs: int) -> Tensor:
+        """Convolve each output's frames as channels of one picture; shapes as above."""
+        time, rows, columns = self.kernel
+        taps = x.unfold(2, time, self.stride[0])[:, :, :outputs].permute(0, 2, 3, 4, 5, 1)  # B F' H W time C
+        pictures = taps.flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
+        weight = self.weight.transpose(1, 2).flatten(1, 2)
+        out = F.conv2d(pictures, weight, self.bias, self.stride[1:], (rows // 2, columns // 2))
+        return out.unflatten(0, (-1, outputs)).permute(0, 1, 3, 4, 2)
+
+    def _shifted(self, x: Tensor, outputs: int) -> Tensor:
+        """Convolve by one product and shifted sums: [B, C, F, H, W] -> [B, F', H, W, C'].
 
         Every cell is multiplied by the weights of all places of the kernel in space at once; what it
         adds to each neighbour is summed in float32. Few output channels make the library's
         convolutions slow where this product is fast.
         """
+        if self.stride[1:] != (1, 1):
+            raise ValueError(f"the shifted form needs a stride of 1 in space, not {self.stride[1:]}")
+        frames = x.permute(0, 2, 3, 4, 1).contiguous()
+        step, last = self.stride[0], (outputs - 1) * self.stride[0] + 1
+        pieces = [frames[:, tap : tap + last : step] for tap in range(self.kernel[0])]
+        taps = torch.cat(pieces, dim=4)
         channels, _, _, rows, columns = self.weight.shape
         weight = self.weight.permute(3, 4, 0, 2, 1).flatten(3).flatten(0, 2)
         parts = F.linear(taps, weight).unflatten(4, (rows, columns, channels))
@@ -99,4 +164,4 @@ class CausalConv3d(nn.Module):
                     slice(max(0, across), width - max(0, -across)),
                 )
                 out[:, :, here[0], here[1]] += parts[:, :, there[0], there[1], row, column]
-        return out.to(taps.dtype).permute(0, 4, 1, 2, 3)
+        return out.to(taps.dtype)

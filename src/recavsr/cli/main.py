@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import recavsr
-from recavsr.cli import convert, data, degrade, demo, doctor, evaluate, models, route, train, upscale
+from recavsr.cli import bench, convert, data, degrade, demo, doctor, evaluate, models, route, train, upscale
 from recavsr.cli.console import Console
 from recavsr.errors import InputError, PartialError
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 app.command("upscale")(upscale.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
+app.command("bench")(bench.command)
 app.command("train")(train.command)
 app.command("degrade")(degrade.command)
 app.command("doctor")(doctor.command)

@@ -10,5 +10,5 @@ Model = Annotated[
     str, typer.Option("--model", "-m", help="nano, identity, a registered name, a model folder or a hub id.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
-Precision = Annotated[str, typer.Option(help="auto, fp32, bf16.")]
+Precision = Annotated[str, typer.Option(help="auto, fp32, bf16, fp8 (on Ada and Hopper cards).")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Say everything as JSON lines.")]

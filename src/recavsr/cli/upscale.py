@@ -40,6 +40,9 @@ def command(
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
     device: options.Device = "auto",
     precision: options.Precision = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="Use at most so much of the device's memory, e.g. 8GB.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same output.")] = 42,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
@@ -65,6 +68,7 @@ def command(
         "preset": preset,
         "device": device,
         "precision": precision,
+        "memory": memory,
         "overwrite": overwrite,
         "dry_run": dry_run,
     }
@@ -125,7 +129,9 @@ class _ProgressDisplay:
 
     def __call__(self, state: Progress) -> None:
         if state.stage == "loading":
-            if self._loading:
+            if state.note:
+                self._console.say(state.note)
+            elif self._loading:
                 self._console.say(f"loading {self._loading}")
             return
         if self._shown is None:

@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from recavsr.errors import InputError
+from recavsr.evaluation.environment import environment
 from recavsr.evaluation.lpips import LPIPS, weights_folder
 from recavsr.evaluation.peers import open_peer
 from recavsr.evaluation.protocol import (
     FULL,
     QUICK,
     choose_clips,
-    environment,
     evaluate,
     held_out_clips,
     session_upscaler,

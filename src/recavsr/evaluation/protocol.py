@@ -25,13 +25,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +46,7 @@ from recavsr.data.degradation import FIXED_DEGRADATIONS as DEGRADATIONS
 from recavsr.data.degradation import FixedDegradation as Degradation
 from recavsr.errors import InputError
 from recavsr.evaluation import metrics
+from recavsr.evaluation.environment import environment
 from recavsr.evaluation.lpips import LPIPS, weights_folder
 from recavsr.evaluation.peers import PEERS, SCALE, Frames, Upscaler, find_peer, open_peer
 from recavsr.stream.load import load, resolve_device
@@ -339,50 +337,6 @@ def _line(row: dict[str, Any]) -> str:
 
 
 # Result file --------------------------------------------------------------------------------------------
-
-
-def environment(device: str = "cpu") -> dict[str, Any]:
-    """What a reader needs to repeat the run: versions, processor, threads, commit."""
-    versions = {}
-    for package in ("recavsr", "torch", "numpy", "av", "opencv-python-headless", "ncnn"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(),
-        "versions": versions,
-        "processor": _processor(),
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
-        "threads": torch.get_num_threads(),
-        "commit": _commit(),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, with `+` when its files differ from it; None outside a checkout."""
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
-
-    folder = Path(__file__).resolve().parent.parent
-    try:
-        # An installed package may lie inside somebody else's repository.
-        if git("ls-files", "--error-unmatch", "evaluation/protocol.py").returncode:
-            return None
-        head = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-        return head + ("+" if git("diff", "--quiet", "HEAD", "--", ".").returncode else "")
-    except OSError:
-        return None
 
 
 def peer_versions(names: Iterable[str]) -> dict[str, Any]:

@@ -20,10 +20,13 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.geometry import FRAMES_PER_LATENT, Grid
+from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
 from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.state import State
+
+PIECE_LATENTS = 2
+"""Latents that are decoded at once without gradients: those of a steady block."""
 
 
 @dataclass(frozen=True)
@@ -301,14 +304,28 @@ class FlashDecoder(nn.Module):
 
         `sr_latents` [B, C, T, H, W] are normalised; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are
         their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
-        [B, 3, F, s H, s W], not clamped, in float32.
+        [B, 3, F, s H, s W], not clamped, in float32. Without gradients a long first block goes through
+        in pieces, which bounds its memory.
         """
+        if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
+            return self._step(state, sr_latents, lr_frames)
+        _check_counts(state, sr_latents, lr_frames)
+        frames, first = [], 0
+        for piece in sr_latents.split(PIECE_LATENTS, dim=2):
+            count = frames_of_latents(state.next_position, piece.shape[2])
+            state, made = self._step(state, piece, lr_frames[:, :, first : first + count])
+            frames.append(made)
+            first += count
+        return state, torch.cat(frames, dim=2)
+
+    def _step(
+        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
+    ) -> tuple[DecoderState, Tensor]:
         dtype = self.latent_projection.weight.dtype
         latents, height, width = sr_latents.shape[2:]
         grid = Grid(height, width)
+        _check_counts(state, sr_latents, lr_frames)
         lead = FRAMES_PER_LATENT - 1 if state.next_position == 0 else 0
-        if lr_frames.shape[2] + lead != FRAMES_PER_LATENT * latents:
-            raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
         if not self.config.lr_conditioning:
             lr_frames = torch.zeros_like(lr_frames)
         if lead:  # the first latent stands for one frame, shown as the last of its four
@@ -337,3 +354,9 @@ class FlashDecoder(nn.Module):
             histories.append(history)
         frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:]).float()
         return DecoderState(tuple(histories), first + latents), frames
+
+
+def _check_counts(state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> None:
+    latents = sr_latents.shape[2]
+    if lr_frames.shape[2] != frames_of_latents(state.next_position, latents):
+        raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")

@@ -42,6 +42,10 @@ class SelfAttention(nn.Module):
         self.norm_q = RMSNorm(inner, eps)  # over all heads together, before they are split
         self.norm_k = RMSNorm(inner, eps)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [..., H D] of `x` [..., C], not yet normalised."""
+        return self.to_q(x), self.to_k(x), self.to_v(x)
+
     def forward(
         self,
         x: Tensor,
@@ -61,9 +65,10 @@ class SelfAttention(nn.Module):
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (self.heads, -1))
 
-        query = rotate(heads(self.norm_q.in_float32(self.to_q(x))), rotation).to(x.dtype)
-        key = rotate(heads(self.norm_k.in_float32(self.to_k(x))), rotation).to(x.dtype)
-        key, value = key.permute(0, 3, 1, 2, 4), heads(self.to_v(x)).permute(0, 3, 1, 2, 4)
+        query, key, value = self.project(x)
+        query = rotate(heads(self.norm_q.in_float32(query)), rotation).to(x.dtype)
+        key = rotate(heads(self.norm_k.in_float32(key)), rotation).to(x.dtype)
+        key, value = key.permute(0, 3, 1, 2, 4), heads(value).permute(0, 3, 1, 2, 4)
         query = query.permute(0, 3, 1, 2, 4).unsqueeze(4)
         if visibility is not None:
             out = attend_by_block(query, key, value, plan, visibility)

@@ -226,7 +226,7 @@ class Generator(nn.Module):
         if lr_frames.shape[2] != frames_of_latents(state.next_position, latents):
             raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
         projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames)
-        recycled = _aligned(state.recycled, noise)
+        recycled = _aligned(state.recycled if config.recycling else None, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
 
         turn = rotation_table(positions, grid, self._split, x.device)
@@ -262,6 +262,8 @@ class Generator(nn.Module):
         """
         latents = noisy.shape[2]
         _, lr_tokens = self.lr_projector.step(LRProjectorState(), lr_frames)
+        if not self.config.recycling:
+            recycled = torch.zeros_like(recycled)
         x, grid = self._embed(noisy, lr_tokens, recycled)
         turn = rotation_table(tuple(range(latents)), grid, self._split, x.device)
         window = plan_window(grid, self.config.window, x.device)
@@ -274,6 +276,12 @@ class Generator(nn.Module):
     def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
         """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, N, T, C], and the token grid."""
         dtype = self.patch_embedding.weight.dtype
+        grid = self._grid(noisy, lr_tokens)
+        tokens = self._patch(noisy.to(dtype)) + lr_tokens
+        return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
+
+    def _grid(self, noisy: Tensor, lr_tokens: Tensor) -> Grid:
+        """Return the token grid of latents [B, C, T, H, W]; raise ValueError where LR tokens do not fit."""
         patch = self.config.patch
         grid = Grid(noisy.shape[3] // patch, noisy.shape[4] // patch)
         if lr_tokens.shape[1:3] != (grid.cells, noisy.shape[2]):
@@ -281,10 +289,7 @@ class Generator(nn.Module):
                 f"LR frames give {lr_tokens.shape[2]} latents of {lr_tokens.shape[1]} tokens, "
                 f"the noise has {noisy.shape[2]} of {grid.cells}"
             )
-        if not self.config.recycling:
-            recycled = torch.zeros_like(recycled)
-        tokens = self._patch(noisy.to(dtype)) + lr_tokens
-        return tokens + self.recycle_projection(self._patch(recycled.to(dtype))), grid
+        return grid
 
     def _patch(self, latents: Tensor) -> Tensor:
         """Apply the patch embedding P as a matrix product: [B, C, T, H, W] -> [B, N, T, width]."""
@@ -297,7 +302,10 @@ class Generator(nn.Module):
         table = (self.modulation + condition.time_embedding[:, None]).to(x.dtype)
         shift, scale = table[:, 0, None, None], 1 + table[:, 1, None, None]
         normal = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.eps)
-        out = self.head((normal * scale + shift).to(x.dtype))
+        return self._unpatch(self.head((normal * scale + shift).to(x.dtype)), grid)
+
+    def _unpatch(self, out: Tensor, grid: Grid) -> Tensor:
+        """Open the head's outputs [B, N, T, p p C] into latents [B, C, T, H, W]."""
         p = self.config.patch
         out = out.unflatten(3, (p, p, -1)).unflatten(1, (grid.height, grid.width))  # B h w T p p C
         return out.permute(0, 6, 3, 1, 4, 2, 5).flatten(5).flatten(3, 4)

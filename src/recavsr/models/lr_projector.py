@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory
 from recavsr.layers import ChannelRMSNorm
 from recavsr.state import State
+
+PIECE_FRAMES = 8
+"""Frames that go through at once without gradients: those of a steady block."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,17 @@ class LRProjector(nn.Module):
         """Project the next frames [B, 3, F, H, W] in [-1, 1] at output size.
 
         Returns tokens [B, N, T, C], T being the latents that fell due (1 + (F - 1) // 4 at the start).
+        Without gradients a long first block goes through in pieces, which bounds its memory.
         """
+        if torch.is_grad_enabled() or lr_frames.shape[2] <= PIECE_FRAMES:
+            return self._step(state, lr_frames)
+        tokens = []
+        for piece in lr_frames.split(PIECE_FRAMES, dim=2):
+            state, made = self._step(state, piece)
+            tokens.append(made)
+        return state, torch.cat(tokens, dim=2)
+
+    def _step(self, state: LRProjectorState, lr_frames: Tensor) -> tuple[LRProjectorState, Tensor]:
         x = unshuffle_frames(lr_frames, self.latent_stride)
         first, x = self.conv1.step(state.first, x)
         second, x = self.conv2.step(state.second, F.silu(self.norm1(x)))  # x may be empty
@@ -54,4 +68,8 @@ class LRProjector(nn.Module):
 
 def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
     """Pixel-unshuffle every frame: [B, C, F, H, W] -> [B, C f f, F, H/f, W/f], order (c, row, column)."""
+    if frames.is_cuda:  # the convolutions there read channels last
+        cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
+        cells = cells.permute(0, 2, 3, 5, 1, 4, 6).flatten(4)
+        return cells.permute(0, 4, 1, 2, 3)
     return F.pixel_unshuffle(frames.transpose(1, 2), factor).transpose(1, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from recavsr.errors import InputError
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
+from recavsr.models.folded import FoldedGenerator, MakeLinear, fold
 from recavsr.models.generator import Generator, GeneratorConfig
 
 # (released, ours): prefixes or infixes, delimited by dots; both directions are unambiguous.
@@ -135,6 +136,29 @@ class ModelFolder:
         load_strictly(model, tensors, self.path / "transformer.safetensors", released_generator_name)
         return model.eval().requires_grad_(False)
 
+    def load_folded(
+        self,
+        prompt: Tensor,
+        dtype: torch.dtype,
+        make: MakeLinear | None = None,
+        resident: Sequence[bool] | None = None,
+    ) -> FoldedGenerator:
+        """Load the generator in its form for inference, strictly, straight to the device of `prompt`.
+
+        One layer at a time is read, folded and brought into its final form (see `models.folded`).
+        """
+        path = self.path / "transformer.safetensors"
+        with torch.device("meta"):
+            plain = Generator(self.generator)
+        shapes = {generator_name(name): shape for name, shape in read_shapes(path).items()}
+        _compare(plain, shapes, path, released_generator_name)
+        with safe_open(str(path), framework="pt", device=str(prompt.device)) as file:
+
+            def source(name: str) -> Tensor:
+                return file.get_tensor(released_generator_name(name))
+
+            return fold(self.generator, source, prompt, dtype, make, resident)
+
     def load_decoder(
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> FlashDecoder:
@@ -188,7 +212,9 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
     """Return the shape of every tensor in a safetensors file."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            _refuse_lora(names, path)
+            return {name: list(file.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} can not be read as safetensors: {error}") from error
 
@@ -203,11 +229,15 @@ def read_tensors(
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             names = list(file.keys())
-            if any(".lora_" in name for name in names):
-                raise InputError(f"{path} holds unmerged LoRA weights; merge them first")
+            _refuse_lora(names, path)
             return {rename(name): file.get_tensor(name).to(dtype) for name in names}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} can not be read as safetensors: {error}") from error
+
+
+def _refuse_lora(names: Iterable[str], path: Path) -> None:
+    if any(".lora_" in name for name in names):
+        raise InputError(f"{path} holds unmerged LoRA weights; merge them first")
 
 
 def load_strictly(

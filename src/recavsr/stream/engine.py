@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from recavsr.errors import InputError
 from recavsr.stream.load import load
@@ -29,6 +30,7 @@ class Progress:
     total: int | None
     rate: float  # frames a second so far
     eta: float | None  # seconds left, None if unknown
+    note: str | None = None  # something to tell the user, while loading
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def upscale(
     dry_run: bool = False,
     device: str = "auto",
     precision: str = "auto",
+    memory: int | str | None = None,
 ) -> UpscaleReport:
     """Upscale `source` into `output`: every frame once, at its own time, at exactly the asked size.
 
@@ -99,6 +102,7 @@ def upscale(
         size is (width, height) or "1920x1080", a height or width alone keeps the shape.
     start, duration: seconds or timecodes ("1:30.5"); frames: at most so many frames.
     codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
+    memory: at most so much of the device's memory ("8GB"): layers that do not fit travel from main memory.
     progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
 
     Sound, subtitles, chapters and metadata are copied; what the output can't hold is named in `warnings`.
@@ -119,22 +123,26 @@ def upscale(
                 return _report(plan, reader, str(model), Timing(), 0.0, (), dry_run=True)
             watch = _Watch(plan.frames, progress)
             watch.say("loading", 0)
-            block_model = _loaded(model, device, precision)
+            settings = {"device": device, "precision": precision, "memory": memory}
+            block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
             session = Session(
                 block_model, lr_size=plan.lr_size, out_size=plan.out_size, seed=seed, color_fix=color_fix
             )
             watch.begin()
             timing = run_pipeline(reader, session, writer, watch.frames)
             watch.say("done", timing.frames_written)
-            return _report(
-                plan, reader, block_model.name, timing, time.perf_counter() - began, tuple(writer.warnings)
-            )
+            late = (*notes, *writer.warnings)
+            return _report(plan, reader, block_model.name, timing, time.perf_counter() - began, late)
 
 
-def _loaded(model: str | os.PathLike[str] | BlockModel, device: str, precision: str) -> BlockModel:
+def _loaded(model: str | os.PathLike[str] | BlockModel, **settings: Any) -> tuple[BlockModel, list[str]]:
+    """Return the model, and what its loading warned of."""
     if not isinstance(model, (str, os.PathLike)):
-        return model
-    return load(os.fspath(model), device=device, precision=precision)
+        return model, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loaded = load(os.fspath(model), **settings)
+    return loaded, [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
 class _Watch:
@@ -150,6 +158,10 @@ class _Watch:
 
     def frames(self, timing: Timing) -> None:
         self.say("upscaling", timing.frames_written)
+
+    def tell(self, note: str) -> None:
+        if self._callback is not None:
+            self._callback(Progress("loading", 0, self._total, 0.0, None, note))
 
     def say(self, stage: Literal["loading", "upscaling", "done"], frames: int) -> None:
         if self._callback is None:

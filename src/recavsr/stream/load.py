@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from recavsr.errors import InputError
-from recavsr.geometry import BlockPlan
+from recavsr.fp8 import FP8Linear, why_no_fp8
+from recavsr.geometry import BlockPlan, padded_size
+from recavsr.models.decoder import DecoderConfig, FlashDecoder
+from recavsr.models.folded import MakeLinear, fold
+from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
+from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
 
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16", "fp8"]
 
 PACKAGED = Path(__file__).resolve().parent.parent / "pretrained"
 """Where the package keeps its own model folders."""
@@ -35,13 +44,27 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for a precision name; `auto` takes bf16 where the device computes in it."""
+    """Return the dtype of activations; `auto` takes bf16 where the device computes in it."""
     if precision == "auto":
         return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
     try:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}[precision]
     except KeyError:
-        raise InputError(f"precision {precision!r} is unknown; choose auto, fp32 or bf16") from None
+        raise InputError(f"precision {precision!r} is unknown; choose auto, fp32, bf16 or fp8") from None
+
+
+def linear_layers(precision: str, device: torch.device) -> MakeLinear | None:
+    """Return how the generator's large linear layers are made, or None for plain ones.
+
+    Where the device has no float8 products, fp8 becomes bf16 with a warning.
+    """
+    if precision != "fp8":
+        return None
+    reason = why_no_fp8(device)
+    if reason is None:
+        return FP8Linear
+    warnings.warn(f"fp8 asked for, bf16 used: {reason}", stacklevel=3)
+    return None
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -109,12 +132,18 @@ def load(
     device: str | torch.device = "auto",
     precision: str = "auto",
     first_block_latents: int | None = None,
+    memory: int | str | None = None,
+    out_size: tuple[int, int] = (1080, 1920),
+    tell: Callable[[str], None] | None = None,
 ) -> BlockModel:
     """Load a model.
 
     `name` is `nano`, `identity`, a model folder in the released layout, or a hub id. `precision` is
-    auto, fp32 or bf16. `first_block_latents` shortens the first block for a lower latency (default 6
-    latents, 21 frames). Raises InputError where the model can not be found or does not fit.
+    auto, fp32, bf16 or fp8 (of the generator's large linear layers; a warning says where the device has
+    none such). `first_block_latents` shortens the first block for a lower latency (default 6
+    latents, 21 frames). `memory` ("8GB", or bytes) bounds what the device's memory has to hold at `out_size`
+    (height, width): layers that do not fit wait in main memory; `tell` gets the plan, line by line, before
+    the weights are read. Raises InputError where the model can not be found or does not fit.
     """
     blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
     target = resolve_device(device)
@@ -124,10 +153,83 @@ def load(
     folder = ModelFolder.open(model_folder(str(name)))
     if target.type == "cpu":
         _keep_freed_memory()
-    return ReCaVSR(
-        str(name),
-        folder.load_generator(target, dtype),
-        folder.load_decoder(target, dtype),
-        folder.load_prompt(target, dtype),
-        blocks,
-    )
+    prompt = folder.load_prompt(target)
+    make = linear_layers(precision, target)
+    resident = None
+    if memory is not None:
+        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1])
+        resident = _resident_layers(*sizes, dtype, make, tell)
+    generator: Generator
+    if dtype == torch.float32 and resident is None:  # the reference: the plain form
+        generator = folder.load_generator(target)
+    else:
+        generator = folder.load_folded(prompt, dtype, make, resident)
+    return ReCaVSR(str(name), generator, folder.load_decoder(target, dtype), prompt, blocks)
+
+
+def _resident_layers(
+    config: GeneratorConfig,
+    decoder: DecoderConfig,
+    out_size: tuple[int, int],
+    blocks: BlockPlan,
+    memory: int | str,
+    prompt_tokens: int,
+    dtype: torch.dtype,
+    make: MakeLinear | None,
+    tell: Callable[[str], None] | None,
+) -> tuple[bool, ...] | None:
+    """Plan for a budget of memory, tell the plan, return which layers stay (None: all of them)."""
+    size = padded_size(*out_size, config.token_stride)
+    weight = dtype.itemsize if make is None else 1
+    budget = parse_memory(memory)
+    plan = plan_memory(config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
+    if tell is not None:
+        for line in plan.lines():
+            tell(line)
+    return None if plan.all_stay else plan.resident
+
+
+def random_model(
+    name: str,
+    config: GeneratorConfig,
+    decoder_config: DecoderConfig,
+    prompt_tokens: int,
+    *,
+    device: torch.device | str = "auto",
+    precision: str = "auto",
+    memory: int | str | None = None,
+    out_size: tuple[int, int] = (1080, 1920),
+    tell: Callable[[str], None] | None = None,
+) -> ReCaVSR:
+    """Make a model of these sizes with random weights, on the device, in its final form: to measure speed.
+
+    The options are those of `load`.
+    """
+    target = resolve_device(device)
+    dtype = resolve_precision(precision, target)
+    with torch.device("meta"):
+        plain = Generator(config)
+    shapes = {key: tensor.shape for key, tensor in plain.state_dict().items()}
+
+    def source(key: str) -> Tensor:
+        shape = shapes[key]
+        if "norm" in key and key.endswith("weight"):
+            return torch.ones(shape, device=target)
+        fan_in = math.prod(shape[1:]) if len(shape) > 1 and "modulation" not in key else config.width
+        return torch.randn(shape, device=target) / fan_in**0.5
+
+    prompt = torch.randn(1, prompt_tokens, config.text_width, device=target)
+    make, resident = linear_layers(precision, target), None
+    if memory is not None:
+        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens)
+        resident = _resident_layers(*sizes, dtype, make, tell)
+    generator: Generator
+    if dtype == torch.float32 and resident is None:
+        plain.load_state_dict({key: source(key) for key in shapes}, strict=True, assign=True)
+        generator = plain.eval().requires_grad_(False)
+    else:
+        generator = fold(config, source, prompt, dtype, make, resident)
+    decoder = FlashDecoder(decoder_config).to(target).eval().requires_grad_(False)
+    for parameter in decoder.parameters():  # the latents' statistics stay float32
+        parameter.data = parameter.data.to(dtype)
+    return ReCaVSR(name, generator, decoder, prompt)

@@ -92,7 +92,9 @@ class ReCaVSR:
         stride = config.latent_stride
         latents = self.blocks.latents(state.block)
         shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
-        noise = block_noise(shape, state.seed, state.shot, state.block).to(self.device)
+        noise = block_noise(shape, state.seed, state.shot, state.block)
+        if self.device.type == "cuda":  # a copy from pageable memory would wait for the block before
+            noise = noise.pin_memory().to(self.device, non_blocking=True)
         return self.generator.step(state.generator, self.condition, noise, lr_frames)
 
 
