@@ -35,6 +35,9 @@ def command(
     color_fix: Annotated[
         str, typer.Option(help="Hold the output's colours to the input's: none, wavelet, adain.")
     ] = "none",
+    cuts: Annotated[
+        str, typer.Option(help="Start afresh at scene cuts: auto, off, or a file of frame numbers or times.")
+    ] = "auto",
     codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
     quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
@@ -60,6 +63,7 @@ def command(
         "duration": duration,
         "frames": frames,
         "color_fix": color_fix,
+        "cuts": cuts,
         "codec": codec,
         "quality": int(quality) if quality is not None and quality.isdecimal() else quality,
         "preset": preset,
@@ -149,8 +153,9 @@ class _ProgressDisplay:
 
 def _summary(report: UpscaleReport) -> str:
     height, width = report.out_size
+    shots = f" in {len(report.cuts) + 1} shots" if report.cuts else ""
     return (
-        f"{report.output}: {report.frames} frames of {width}x{height} "
+        f"{report.output}: {report.frames} frames of {width}x{height}{shots} "
         f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps)"
     )
 
@@ -168,6 +173,7 @@ def _facts(report: UpscaleReport) -> dict[str, Any]:
         "decode_seconds": round(report.decode_seconds, 3),
         "model_seconds": round(report.model_seconds, 3),
         "encode_seconds": round(report.encode_seconds, 3),
+        "cuts": list(report.cuts),
         "warnings": list(report.warnings),
         "cut_short": report.cut_short,
     }

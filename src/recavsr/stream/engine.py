@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from recavsr.errors import InputError
+from recavsr.stream.cuts import EditList
 from recavsr.stream.load import load
 from recavsr.stream.pipeline import Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
 from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
+from recavsr.video.frames import Stamp
 from recavsr.video.reader import Reader, Trim, open_reader
 
 ColorFix = Literal["none", "wavelet", "adain"]
@@ -46,6 +48,7 @@ class UpscaleReport:
     decode_seconds: float
     model_seconds: float
     encode_seconds: float
+    cuts: tuple[int, ...]  # frames that start a new shot, counted from 0 in the output
     warnings: tuple[str, ...]
     cut_short: str | None
     dry_run: bool
@@ -80,6 +83,7 @@ def upscale(
     duration: float | str | None = None,
     frames: int | None = None,
     color_fix: ColorFix = "none",
+    cuts: str | os.PathLike[str] = "auto",
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
@@ -98,6 +102,8 @@ def upscale(
     scale, size, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each side,
         size is (width, height) or "1920x1080", a height or width alone keeps the shape.
     start, duration: seconds or timecodes ("1:30.5"); frames: at most so many frames.
+    cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
+        "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
     codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
     progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
 
@@ -111,24 +117,48 @@ def upscale(
     trim = Trim.parse(start, duration, frames)
     if color_fix not in COLOR_FIXES:
         raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {color_fix}")
+    edit_list = _edit_list(cuts, trim)
     began = time.perf_counter()
     with open_reader(source, trim) as reader:
         plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
         with plan.writer(reader, overwrite=overwrite) as writer:
             if dry_run:
-                return _report(plan, reader, str(model), Timing(), 0.0, (), dry_run=True)
+                return _report(plan, reader, str(model), Timing(), 0.0, dry_run=True)
             watch = _Watch(plan.frames, progress)
             watch.say("loading", 0)
             block_model = _loaded(model, device, precision)
             session = Session(
-                block_model, lr_size=plan.lr_size, out_size=plan.out_size, seed=seed, color_fix=color_fix
+                block_model,
+                lr_size=plan.lr_size,
+                out_size=plan.out_size,
+                seed=seed,
+                color_fix=color_fix,
+                detect_cuts=cuts == "auto",
             )
+
+            def starts_shot(stamp: Stamp) -> bool:
+                return edit_list is not None and edit_list.starts_shot(
+                    stamp, reader.shift + reader.info.origin
+                )
+
             watch.begin()
-            timing = run_pipeline(reader, session, writer, watch.frames)
+            timing = run_pipeline(reader, session, writer, watch.frames, starts_shot)
             watch.say("done", timing.frames_written)
+            seconds = time.perf_counter() - began
             return _report(
-                plan, reader, block_model.name, timing, time.perf_counter() - began, tuple(writer.warnings)
+                plan, reader, block_model.name, timing, seconds, cuts=session.cuts, warnings=writer.warnings
             )
+
+
+def _edit_list(cuts: str | os.PathLike[str], trim: Trim) -> EditList | None:
+    if cuts in ("auto", "off"):
+        return None
+    edit_list = EditList(cuts)
+    if edit_list.frames and trim.start is not None:
+        raise InputError(
+            f"{edit_list.path}: frame numbers count from the source's first frame; with a start, give times"
+        )
+    return edit_list
 
 
 def _loaded(model: str | os.PathLike[str] | BlockModel, device: str, precision: str) -> BlockModel:
@@ -167,11 +197,12 @@ def _report(
     model: str,
     timing: Timing,
     seconds: float,
-    late_warnings: tuple[str, ...],
     *,
+    cuts: Sequence[int] = (),
+    warnings: Sequence[str] = (),
     dry_run: bool = False,
 ) -> UpscaleReport:
-    warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *late_warnings])
+    all_warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *warnings])
     return UpscaleReport(
         source=plan.source,
         output=plan.output,
@@ -184,7 +215,8 @@ def _report(
         decode_seconds=timing.decode,
         model_seconds=timing.model,
         encode_seconds=timing.encode,
-        warnings=tuple(warnings),
+        cuts=tuple(cuts),
+        warnings=tuple(all_warnings),
         cut_short=reader.cut_short,
         dry_run=dry_run,
     )

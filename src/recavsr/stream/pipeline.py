@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from recavsr.video.frames import Frame, Packet
+from recavsr.video.frames import Frame, Packet, Stamp
 from recavsr.video.writer import Writer
 
 Item = TypeVar("Item")
@@ -33,6 +33,10 @@ class Upscaler(Protocol):
 
     def push(self, frames: np.ndarray, /) -> list[np.ndarray]:
         """Take LR frames, return the finished blocks."""
+        ...
+
+    def cut(self) -> list[np.ndarray]:
+        """End the shot, return what is left of it."""
         ...
 
     def flush(self) -> list[np.ndarray]:
@@ -108,9 +112,11 @@ def run_pipeline(
     session: Upscaler,
     writer: Writer,
     on_frames: Callable[[Timing], None] | None = None,
+    starts_shot: Callable[[Stamp], bool] | None = None,
 ) -> Timing:
     """Read `items`, upscale the frames, write them with their times, and finish the writer.
 
+    `starts_shot` is asked once for each frame, in order, whether the session is cut before it.
     Returns the timing. Raises what any stage raised, after the others have ended.
     """
     shared, timing = _Shared(), Timing()
@@ -125,7 +131,7 @@ def run_pipeline(
     reading.start()
     writing.start()
     try:
-        _upscale(session, decoded, upscaled, timing, on_frames)
+        _upscale(session, decoded, upscaled, timing, on_frames, starts_shot)
         writing.join()
     except BaseException as error:
         shared.fail(error)
@@ -164,6 +170,7 @@ def _upscale(
     upscaled: Channel[Frame | Packet],
     timing: Timing,
     on_frames: Callable[[Timing], None] | None,
+    starts_shot: Callable[[Stamp], bool] | None,
 ) -> None:
     waiting: deque[Frame] = deque()  # frames inside the session; only their times and names are kept
 
@@ -182,6 +189,8 @@ def _upscale(
         if isinstance(item, Packet):
             upscaled.put(item)
             continue
+        if starts_shot is not None and starts_shot(item.stamp):
+            emit(session.cut)
         waiting.append(Frame(_NO_PIXELS, item.stamp, item.name))
         emit(partial(session.push, item.pixels[None]))
     emit(session.flush)

@@ -46,10 +46,10 @@ class SequenceReader:
     def __init__(self, source: Source, trim: Trim) -> None:
         self.cut_short: str | None = None
         self.container: InputContainer | None = None
-        self.shift = Fraction(0)
         self.end: Fraction | None = None
         rate = DEFAULT_RATE
         first = 0 if trim.start is None else -int(-trim.start * rate // 1)
+        self.shift = -first / rate
         count = len(source.pictures) - first
         if trim.duration is not None:
             count = min(count, -int(-trim.duration * rate // 1))
