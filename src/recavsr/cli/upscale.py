@@ -45,6 +45,9 @@ def command(
     precision: options.Precision = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same output.")] = 42,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted run of this output ended.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json_lines: options.JsonLines = False,
 ) -> int:
@@ -70,6 +73,7 @@ def command(
         "device": device,
         "precision": precision,
         "overwrite": overwrite,
+        "resume": resume,
         "dry_run": dry_run,
     }
     if source != "-" and is_video_folder(source):
@@ -132,6 +136,12 @@ class _ProgressDisplay:
             if self._loading:
                 self._console.say(f"loading {self._loading}")
             return
+        if state.stage == "kept":
+            self._close()
+            self._console.say(
+                f"{state.frames} frames are kept: the same command with --resume goes on from there"
+            )
+            return
         if self._shown is None:
             self._shown = self._console.progress(state.total)
         self._shown.update(state.frames, state.total, state.rate)
@@ -166,6 +176,7 @@ def _facts(report: UpscaleReport) -> dict[str, Any]:
         "output": report.output,
         "model": report.model,
         "frames": report.frames,
+        "resumed_at": report.resumed_at,
         "input_size": list(report.lr_size),
         "output_size": list(report.out_size),
         "seconds": round(report.seconds, 3),

@@ -185,6 +185,10 @@ class EditList:
         self.times = sorted(times)
         self._number, self._passed = 0, 0
 
+    def entries(self) -> list[int | str]:
+        """Return what the list holds, in order."""
+        return [*sorted(self.frames), *map(str, self.times)]
+
     def starts_shot(self, stamp: Stamp, shift: Fraction) -> bool:
         """Say whether the next frame of the source starts a shot; `shift` was added to its time."""
         named = self._number in self.frames

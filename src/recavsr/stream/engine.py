@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from recavsr.errors import InputError
 from recavsr.stream.cuts import EditList
 from recavsr.stream.load import load
-from recavsr.stream.pipeline import Timing, run_pipeline
+from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
+from recavsr.stream.resume import Work, input_identity
 from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
 from recavsr.video.frames import Stamp
@@ -26,7 +28,7 @@ COLOR_FIXES = ("none", "wavelet", "adain")
 class Progress:
     """Where a run stands; given to the `progress` callback from the calling thread after every block."""
 
-    stage: Literal["loading", "upscaling", "done"]
+    stage: Literal["loading", "upscaling", "done", "kept"]  # kept: it failed, but can be resumed from here
     frames: int
     total: int | None
     rate: float  # frames a second so far
@@ -42,6 +44,7 @@ class UpscaleReport:
     plan: Plan
     model: str
     frames: int
+    resumed_at: int  # frames that an earlier, interrupted run had finished
     lr_size: tuple[int, int]
     out_size: tuple[int, int]
     seconds: float
@@ -60,8 +63,8 @@ class UpscaleReport:
 
     @property
     def fps(self) -> float:
-        """Return frames a second over the whole run, input and output included."""
-        return self.frames / self.seconds if self.seconds > 0 else 0.0
+        """Return frames a second over this whole run, input and output included."""
+        return (self.frames - self.resumed_at) / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def exit_code(self) -> int:
@@ -88,6 +91,7 @@ def upscale(
     quality: int | str | None = None,
     preset: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
     dry_run: bool = False,
     device: str = "auto",
@@ -105,6 +109,8 @@ def upscale(
     cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
         "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
     codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
+    overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
+        behind the frames that it finished; the result has the same frames as one run in one piece.
     progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
 
     Sound, subtitles, chapters and metadata are copied; what the output can't hold is named in `warnings`.
@@ -121,13 +127,26 @@ def upscale(
     began = time.perf_counter()
     with open_reader(source, trim) as reader:
         plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
-        with plan.writer(reader, overwrite=overwrite) as writer:
+        if resume and not plan.resumable and not reader.info.still:
+            raise InputError("only a file that is made from files can be resumed, not a pipe, a URL or y4m")
+        work = Work(Path(plan.output) if plan.resumable else None)
+        watch = _Watch(plan.frames, progress)
+        with work, plan.writer(reader, overwrite=overwrite, folder=work.folder) as writer:
             if dry_run:
                 return _report(plan, reader, str(model), Timing(), 0.0, dry_run=True)
-            watch = _Watch(plan.frames, progress)
             watch.say("loading", 0)
             block_model = _loaded(model, device, precision)
-            session = Session(
+            facts = {
+                "input": input_identity(reader.source) if plan.resumable else None,
+                "model": f"{block_model.name} {block_model.fingerprint} on {block_model.device.type}",
+                "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
+                "seed": seed,
+                "color_fix": color_fix,
+                "cuts": str(cuts) if edit_list is None else edit_list.entries(),
+                **plan.facts(),
+            }
+            work.begin(facts, resume=resume, overwrite=overwrite)
+            session = work.session(block_model) or Session(
                 block_model,
                 lr_size=plan.lr_size,
                 out_size=plan.out_size,
@@ -135,15 +154,27 @@ def upscale(
                 color_fix=color_fix,
                 detect_cuts=cuts == "auto",
             )
+            reader.passed = work.frames
+            writer.resume(work.log_size)
 
             def starts_shot(stamp: Stamp) -> bool:
                 return edit_list is not None and edit_list.starts_shot(
                     stamp, reader.shift + reader.info.origin
                 )
 
-            watch.begin()
-            timing = run_pipeline(reader, session, writer, watch.frames, starts_shot)
-            watch.say("done", timing.frames_written)
+            def on_mark(mark: Mark) -> None:
+                work.save(mark.session, mark.frames, writer)
+
+            watch.begin(work.frames)
+            hooks = Hooks(watch.frames, starts_shot, on_mark if plan.resumable else None)
+            try:
+                timing = run_pipeline(reader, session, writer, hooks)
+            except BaseException:
+                if work.kept:
+                    watch.say("kept", work.kept)
+                raise
+            work.finish()
+            watch.say("done", timing.frames_passed + timing.frames_written)
             seconds = time.perf_counter() - began
             return _report(
                 plan, reader, block_model.name, timing, seconds, cuts=session.cuts, warnings=writer.warnings
@@ -174,18 +205,19 @@ class _Watch:
         self._total = total
         self._callback = callback
         self._began = time.perf_counter()
+        self._passed = 0
 
-    def begin(self) -> None:
-        self._began = time.perf_counter()
+    def begin(self, passed: int) -> None:
+        self._began, self._passed = time.perf_counter(), passed
 
     def frames(self, timing: Timing) -> None:
-        self.say("upscaling", timing.frames_written)
+        self.say("upscaling", timing.frames_passed + timing.frames_written)
 
-    def say(self, stage: Literal["loading", "upscaling", "done"], frames: int) -> None:
+    def say(self, stage: Literal["loading", "upscaling", "done", "kept"], frames: int) -> None:
         if self._callback is None:
             return
         elapsed = time.perf_counter() - self._began
-        rate = frames / elapsed if frames and elapsed > 0 else 0.0
+        rate = max(0, frames - self._passed) / elapsed if elapsed > 0 else 0.0
         left = None if self._total is None or not rate else max(0, self._total - frames) / rate
         total = frames if stage == "done" else self._total
         self._callback(Progress(stage, frames, total, rate, 0.0 if stage == "done" else left))
@@ -208,7 +240,8 @@ def _report(
         output=plan.output,
         plan=plan,
         model=model,
-        frames=timing.frames_written,
+        frames=timing.frames_passed + timing.frames_written,
+        resumed_at=timing.frames_passed,
         lr_size=plan.lr_size,
         out_size=plan.out_size,
         seconds=seconds,

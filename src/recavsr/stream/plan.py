@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from recavsr import __version__
 from recavsr.errors import InputError
 from recavsr.geometry import scaled_size
+from recavsr.video.capabilities import versions
 from recavsr.video.formats import (
     CONTAINERS,
     Container,
@@ -113,6 +118,7 @@ class Plan:
     """One run: source, output, sizes and encoding. Sizes are (height, width)."""
 
     source: str
+    source_kind: SourceKind
     output: str
     kind: OutputKind
     lr_size: tuple[int, int]
@@ -142,12 +148,38 @@ class Plan:
         said += [f"copied: {stream}" for stream in self.copied_streams]
         return said + list(self.warnings)
 
-    def writer(self, reader: Reader, *, overwrite: bool) -> Writer:
-        """Return the writer for this plan (nothing is written before the first frame)."""
+    @property
+    def resumable(self) -> bool:
+        """Return whether an interrupted run can be continued: files to files of several frames."""
+        if self.source_kind is SourceKind.FILE:
+            seekable = Path(self.source).is_file()
+        else:
+            seekable = self.source_kind is SourceKind.SEQUENCE
+        coded = self.kind is OutputKind.VIDEO and self.encoding is not None and self.encoding.codec != "raw"
+        return seekable and (coded or self.kind is OutputKind.PICTURES)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides how the frames are written, by its name for the user."""
+        encoding = self.encoding
+        return {
+            "output size": f"{self.out_size[1]}x{self.out_size[0]}",
+            "container": None if self.container is None else self.container.suffix,
+            "codec": None if encoding is None else encoding.codec,
+            "encoding": None
+            if encoding is None
+            else f"{encoding.pixel_format} {sorted(encoding.options.items())}",
+            "versions": f"recavsr {__version__}, PyAV {versions()['PyAV']}, PyTorch {torch.__version__}",
+        }
+
+    def writer(self, reader: Reader, *, overwrite: bool, folder: Path | None = None) -> Writer:
+        """Return the writer for this plan (nothing is written before the first frame).
+
+        `folder` is where it makes the output and keeps what can be resumed.
+        """
         if self.kind is OutputKind.PICTURE:
             return PictureWriter(Path(self.output), overwrite=overwrite)
         if self.kind is OutputKind.PICTURES:
-            return SequenceWriter(Path(self.output), overwrite=overwrite)
+            return SequenceWriter(Path(self.output), overwrite=overwrite, folder=folder)
         assert self.container is not None
         assert self.encoding is not None
         path = None if self.kind is OutputKind.STDOUT else Path(self.output)
@@ -159,6 +191,7 @@ class Plan:
             self.out_size,
             self.sample_aspect,
             overwrite=overwrite,
+            folder=folder,
         )
 
 
@@ -197,6 +230,7 @@ def make_plan(
         warnings += [f"pictures can't hold {stream}, it is left out" for stream in info.streams]
     return Plan(
         source=info.source,
+        source_kind=info.kind,
         output=target,
         kind=kind,
         lr_size=info.size,

@@ -1,7 +1,7 @@
 """Decoding: frames in presentation order with exact times, and the packets of all other streams.
 
     with open_reader("in.mp4", Trim(start=10)) as reader:
-        for item in reader:        # Frame, or av.Packet of another stream, in file order
+        for item in reader:        # Frame, Passed, or av.Packet of another stream, in file order
             ...
         reader.cut_short           # None, or why the source ended early
 
@@ -31,7 +31,7 @@ from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
 from recavsr.video.color import ToRgb
-from recavsr.video.frames import Frame, Stamp, is_opaque
+from recavsr.video.frames import Frame, Passed, Stamp, is_opaque
 from recavsr.video.info import DEFAULT_RATE, VideoInfo, choose_stream, describe
 from recavsr.video.source import CountedInput, Source, SourceKind, open_container, resolve
 
@@ -93,17 +93,19 @@ def parse_time(value: float | str | Fraction, what: str) -> Fraction:
 class Reader(Protocol):
     """A source being read: `info`, then iteration; the last attributes are final when it ends."""
 
+    source: Source
     info: VideoInfo
     cut_short: str | None
     warnings: list[str]
     shift: Fraction  # seconds by which all times were moved
     end: Fraction | None  # for trimmed sources: other streams end here (shifted seconds)
+    passed: int  # so many frames come as `Passed`: set it before the iteration
 
     @property
     def container(self) -> InputContainer | None:
         """Return the opened container, for its streams; picture sequences have none."""
 
-    def __iter__(self) -> Iterator[Frame | Packet]: ...
+    def __iter__(self) -> Iterator[Frame | Passed | Packet]: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -148,11 +150,12 @@ class VideoReader:
     """Reads a container: file, picture, standard input or URL."""
 
     def __init__(self, source: Source, trim: Trim) -> None:
-        self._source = source
+        self.source = source
         self._trim = trim
         self.cut_short: str | None = None
         self.shift = Fraction(0)
         self.end: Fraction | None = None
+        self.passed = 0
         self._bad_packets = 0
         self._video_packets = 0
         self._packet_bytes = 0
@@ -183,7 +186,7 @@ class VideoReader:
         if not self._waiting_for_data:
             self.container.close()
 
-    def __iter__(self) -> Iterator[Frame | Packet]:
+    def __iter__(self) -> Iterator[Frame | Passed | Packet]:
         window = self._begin()
         clock = _Clock(self._stream, self._first, self.info.rate) if self._first else None
         count = 0
@@ -208,15 +211,16 @@ class VideoReader:
                 continue
             if count == 0:
                 self._set_shift(stamp, window)
-            yield Frame(self._pixels(item), self._shifted(stamp))
+            stamp = self._shifted(stamp)
+            yield Passed(stamp) if count < self.passed else Frame(self._pixels(item), stamp)
             count += 1
         self._finish(count, clock, video_ended)
 
     # -- opening -------------------------------------------------------------------------------------
 
     def _prepare(self) -> VideoStream:
-        stream = choose_stream(self.container, self._source)
-        if self._source.kind is SourceKind.FILE:
+        stream = choose_stream(self.container, self.source)
+        if self.source.kind is SourceKind.FILE:
             stream.thread_type = (
                 "AUTO"  # frame threads delay frames, which a pipe or live source can't afford
             )
@@ -228,7 +232,7 @@ class VideoReader:
                 return item
             self._early.append(item)
         reason = self._demux_error or "its video can't be decoded"
-        raise InputError(f"{self._source.name}: nothing could be decoded ({reason})")
+        raise InputError(f"{self.source.name}: nothing could be decoded ({reason})")
 
     # -- demuxing and decoding -----------------------------------------------------------------------
 
@@ -306,7 +310,7 @@ class VideoReader:
             first = None
         if first is None or first.pts is None or first.pts * self.info.time_base > begin:
             self.container.close()
-            self.container = open_container(self._source)
+            self.container = open_container(self.source)
             self._stream = self._prepare()
             self._early = []
             self._decoded = self._decode()
