@@ -2,8 +2,8 @@
 
     python benchmarks/resume_kills.py [--points 50] [--model nano] [-o benchmarks/results/resume_kills.json]
 
-The command runs in a process of its own and gets SIGKILL after a random share of the time that a whole run takes;
-it is started again with `--resume` until it ends by itself. Checkpoints are made as often as possible.
+The command runs in a process of its own and gets SIGKILL after a random share of the time that a whole run
+takes; it is started again with `--resume` until it ends by itself. Checkpoints are made as often as possible.
 """
 
 from __future__ import annotations

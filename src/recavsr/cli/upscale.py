@@ -27,11 +27,17 @@ def command(
     model: options.Model = "nano",
     scale: Annotated[float | None, typer.Option(help="Enlarge by this much; 4 if no size is given.")] = None,
     size: Annotated[str | None, typer.Option(help="Output size as WIDTHxHEIGHT, e.g. 1920x1080.")] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="Largest size of the input's shape inside WIDTHxHEIGHT.")
+    ] = None,
     height: Annotated[int | None, typer.Option(help="Output height; the width follows.")] = None,
     width: Annotated[int | None, typer.Option(help="Output width; the height follows.")] = None,
     start: Annotated[str | None, typer.Option(help="Begin here: seconds or a timecode like 1:30.5.")] = None,
     duration: Annotated[str | None, typer.Option(help="Do this much: seconds or a timecode.")] = None,
     frames: Annotated[int | None, typer.Option(help="Do at most this many frames.")] = None,
+    deinterlace: Annotated[
+        bool, typer.Option("--deinterlace", help="Make full frames of an interlaced video first.")
+    ] = False,
     color_fix: Annotated[
         str, typer.Option(help="Hold the output's colours to the input's: none, wavelet, adain.")
     ] = "none",
@@ -59,12 +65,14 @@ def command(
         "model": resolve(model),
         "scale": scale,
         "size": size,
+        "fit": fit,
         "height": height,
         "width": width,
         "seed": seed,
         "start": start,
         "duration": duration,
         "frames": frames,
+        "deinterlace": deinterlace,
         "color_fix": color_fix,
         "cuts": cuts,
         "codec": codec,

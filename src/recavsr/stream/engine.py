@@ -79,12 +79,14 @@ def upscale(
     model: str | os.PathLike[str] | BlockModel = "nano",
     scale: float | None = None,
     size: tuple[int, int] | str | None = None,
+    fit: tuple[int, int] | str | None = None,
     height: int | None = None,
     width: int | None = None,
     seed: int = 42,
     start: float | str | None = None,
     duration: float | str | None = None,
     frames: int | None = None,
+    deinterlace: bool = False,
     color_fix: ColorFix = "none",
     cuts: str | os.PathLike[str] = "auto",
     codec: str | None = None,
@@ -103,9 +105,11 @@ def upscale(
     output: video file (.mp4 .mkv .mov .webm .y4m), "-" (y4m on standard output), a folder or pattern
         (frame_%05d.png) of pictures, a picture for a picture; None: a name beside the source.
     model: a name, a model folder, or a loaded BlockModel.
-    scale, size, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each side,
-        size is (width, height) or "1920x1080", a height or width alone keeps the shape.
+    scale, size, fit, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each
+        side, size is (width, height) or "1920x1080"; fit is a box, given like a size, that holds the output;
+        a height or width alone keeps the shape, as fit does.
     start, duration: seconds or timecodes ("1:30.5"); frames: at most so many frames.
+    deinterlace: make full frames of an interlaced source first (bwdif), as many as it has.
     cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
         "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
     codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
@@ -119,13 +123,13 @@ def upscale(
 
     Raises InputError (one line) for bad input, options or output; nothing is left under the output's name.
     """
-    request = SizeRequest(scale, size, height, width)
+    request = SizeRequest(scale, size, height, width, fit)
     trim = Trim.parse(start, duration, frames)
     if color_fix not in COLOR_FIXES:
         raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {color_fix}")
     edit_list = _edit_list(cuts, trim)
     began = time.perf_counter()
-    with open_reader(source, trim) as reader:
+    with open_reader(source, trim, deinterlace=deinterlace) as reader:
         plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
         if resume and not plan.resumable and not reader.info.still:
             raise InputError("only a file that is made from files can be resumed, not a pipe, a URL or y4m")
@@ -140,6 +144,7 @@ def upscale(
                 "input": input_identity(reader.source) if plan.resumable else None,
                 "model": f"{block_model.name} {block_model.fingerprint} on {block_model.device.type}",
                 "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
+                "deinterlace": deinterlace,
                 "seed": seed,
                 "color_fix": color_fix,
                 "cuts": str(cuts) if edit_list is None else edit_list.entries(),

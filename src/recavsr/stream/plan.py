@@ -39,12 +39,16 @@ LARGEST_SIDE = 16384
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """The wanted output size: at most one of scale, size (width, height), height, width."""
+    """The wanted output size: at most one of scale, size (width, height), fit, height, width.
+
+    `fit` is a box (width, height): the largest size of the source's shape that it holds.
+    """
 
     scale: float | None = None
     size: tuple[int, int] | str | None = None
     height: int | None = None
     width: int | None = None
+    fit: tuple[int, int] | str | None = None
 
     @property
     def forced(self) -> bool:
@@ -53,12 +57,16 @@ class SizeRequest:
 
     def resolve(self, lr_size: tuple[int, int]) -> tuple[int, int]:
         """Return the output (height, width) for an upright source of `lr_size`; InputError if senseless."""
-        given = [n for n in ("scale", "size", "height", "width") if getattr(self, n) is not None]
+        given = [n for n in ("scale", "size", "fit", "height", "width") if getattr(self, n) is not None]
         if len(given) > 1:
-            raise InputError(f"give one of scale, size, height and width, not {' and '.join(given)}")
+            raise InputError(f"give one of scale, size, fit, height and width, not {' and '.join(given)}")
         height, width = lr_size
         if self.size is not None:
-            out_width, out_height = _pair(self.size)
+            out_width, out_height = _pair(self.size, "size")
+        elif self.fit is not None:
+            box_width, box_height = _pair(self.fit, "fit")
+            factor = min(Fraction(box_width, width), Fraction(box_height, height))
+            out_width, out_height = (math.floor(side * factor + Fraction(1, 2)) for side in (width, height))
         elif self.height is not None:
             out_height = _whole(self.height, "height")
             out_width = math.floor(Fraction(width * out_height, height) + Fraction(1, 2))
@@ -93,14 +101,14 @@ def _whole(value: int, what: str) -> int:
     return value
 
 
-def _pair(size: tuple[int, int] | str) -> tuple[int, int]:
+def _pair(size: tuple[int, int] | str, what: str) -> tuple[int, int]:
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+)[xX](\d+)", size.strip())
         if not match:
-            raise InputError(f"size must look like 1920x1080 (width x height), not {size!r}")
+            raise InputError(f"{what} must look like 1920x1080 (width x height), not {size!r}")
         size = int(match[1]), int(match[2])
     if len(size) != 2:
-        raise InputError(f"size is (width, height), not {size}")
+        raise InputError(f"{what} is (width, height), not {size}")
     return _whole(size[0], "width"), _whole(size[1], "height")
 
 

@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import av
 import av.error
 from av.container import InputContainer
+from av.filter import Graph
 from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -112,14 +113,16 @@ class Reader(Protocol):
     ) -> None: ...
 
 
-def open_reader(source: str | os.PathLike[str] | Source, trim: Trim | None = None) -> Reader:
+def open_reader(
+    source: str | os.PathLike[str] | Source, trim: Trim | None = None, *, deinterlace: bool = False
+) -> Reader:
     """Open a source for reading; raises InputError if nothing in it can be decoded."""
     from recavsr.video.images import SequenceReader
 
     resolved = source if isinstance(source, Source) else resolve(source)
     if resolved.kind is SourceKind.SEQUENCE:
         return SequenceReader(resolved, trim or Trim())
-    return VideoReader(resolved, trim or Trim())
+    return VideoReader(resolved, trim or Trim(), deinterlace=deinterlace)
 
 
 class _Clock:
@@ -149,7 +152,7 @@ class _Clock:
 class VideoReader:
     """Reads a container: file, picture, standard input or URL."""
 
-    def __init__(self, source: Source, trim: Trim) -> None:
+    def __init__(self, source: Source, trim: Trim, *, deinterlace: bool = False) -> None:
         self.source = source
         self._trim = trim
         self.cut_short: str | None = None
@@ -170,6 +173,11 @@ class VideoReader:
             first = self._first_frame()
             self.info = describe(source, self.container, self._stream, first)
             self.warnings: list[str] = list(self.info.warnings)
+            self._deinterlace = deinterlace
+            if self.info.interlaced and not deinterlace:
+                self.warnings.append(
+                    "the video is interlaced and is upscaled as it is; --deinterlace makes full frames"
+                )
             self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep)
             self._first: VideoFrame | None = first
         except BaseException:
@@ -277,7 +285,9 @@ class VideoReader:
         frames: Iterator[VideoFrame | Packet] = self._decoded
         if self._first is not None:
             frames = itertools.chain([self._first], frames)
-        yield from _times_sorted(frames) if self.info.container == "avi" else frames
+        if self.info.container == "avi":
+            frames = _times_sorted(frames)
+        yield from _deinterlaced(frames) if self._deinterlace else frames
 
     # -- trimming ------------------------------------------------------------------------------------
 
@@ -401,6 +411,41 @@ class VideoReader:
         if self._bad_packets:
             return f"{self._bad_packets} damaged places were skipped"
         return None
+
+
+def _deinterlaced(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:
+    """Make full frames (bwdif), one for each frame and at its time; needs one frame of look-ahead."""
+    graph: Graph | None = None
+    frames: deque[VideoFrame] = deque()
+
+    def finished() -> Iterator[VideoFrame]:
+        assert graph is not None
+        while frames:
+            try:
+                full = cast(VideoFrame, graph.pull())
+            except (av.error.BlockingIOError, av.error.EOFError):
+                return
+            frame = frames.popleft()
+            full.pts, full.duration, full.time_base = frame.pts, frame.duration, frame.time_base
+            yield full
+
+    for item in items:
+        if isinstance(item, Packet):
+            yield item
+            continue
+        if graph is None:
+            graph = Graph()
+            base = item.time_base or Fraction(1, 25)
+            source = graph.add_buffer(None, item.width, item.height, item.format, time_base=base)
+            graph.link_nodes(
+                source, graph.add("bwdif", "mode=send_frame"), graph.add("buffersink")
+            ).configure()
+        frames.append(item)
+        graph.push(item)
+        yield from finished()
+    if graph is not None:
+        graph.push(None)
+        yield from finished()
 
 
 def _times_sorted(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:
