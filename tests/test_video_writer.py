@@ -61,9 +61,8 @@ def test_everything_beside_the_picture_is_copied(rich: Path, tmp_path: Path) -> 
 
 def test_what_mp4_can_not_hold_is_named(rich: Path, tmp_path: Path) -> None:
     report = run_identity(rich, tmp_path / "out.mp4")
-    assert len(report.warnings) == 2
-    assert report.warnings[0] == ".mp4 can't hold subtitle 3 (srt, fra), it is left out; .mkv can"
-    assert "attachment 4" in report.warnings[1]
+    assert report.warnings == (".mp4 can't hold attachment 4 (unknown), it is left out; .mkv can",)
+    assert "converted: subtitle 3 (srt, fra) becomes mov_text" in report.plan.lines()
     assert [s["codec_name"] for s in ffprobe(tmp_path / "out.mp4")["streams"]][:3] == ["aac", "h264", "ac3"]
     languages = [s["tags"]["language"] for s in ffprobe(tmp_path / "out.mp4")["streams"]][:3]
     assert languages == ["eng", "und", "deu"]
@@ -370,3 +369,25 @@ def test_y4m_holds_every_frame_of_a_source_with_uneven_times(tmp_path: Path) -> 
     count = len(times(source))
     run_identity(source, out)
     assert len(times(out)) == count
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("out.mp4", "mov_text"), ("out.mov", "mov_text"), ("out.webm", "webvtt")]
+)
+def test_text_subtitles_are_converted_there_and_back(
+    rich: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """Same words at the same times in every form, read by ffmpeg."""
+
+    def words(path: Path) -> str:
+        ffmpeg("-copyts", "-i", path, "-map", "0:s:0", tmp_path / "words.srt")
+        return (tmp_path / "words.srt").read_text()
+
+    out, back = tmp_path / first, tmp_path / "back.mkv"
+    run_identity(rich, out, **({"quality": 40} if first == "out.webm" else {}))
+    stream = next(s for s in ffprobe(out)["streams"] if s["codec_type"] == "subtitle")
+    assert stream["codec_name"] == second
+    assert stream["tags"]["language"] == "fra"
+    assert words(out) == words(rich)
+    run_identity(out, back, scale=1)
+    assert words(back) == words(rich)

@@ -29,7 +29,7 @@ from recavsr.video.images import WRITABLE_SUFFIXES, PictureWriter, SequenceWrite
 from recavsr.video.info import VideoInfo
 from recavsr.video.reader import Reader, Trim
 from recavsr.video.source import PICTURE_SUFFIXES, STDIN, SourceKind
-from recavsr.video.streams import split_streams
+from recavsr.video.streams import plan_streams
 from recavsr.video.writer import VideoWriter, Writer
 
 DEFAULT_SCALE = 4.0
@@ -137,6 +137,7 @@ class Plan:
     container: Container | None
     encoding: Encoding | None
     copied_streams: tuple[str, ...]
+    converted_streams: tuple[str, ...]
     warnings: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -154,6 +155,9 @@ class Plan:
                 f"{'full' if color.full_range else 'limited'} range"
             )
         said += [f"copied: {stream}" for stream in self.copied_streams]
+        if self.container is not None:
+            into = self.container.subtitles
+            said += [f"converted: {stream} becomes {into}" for stream in self.converted_streams]
         return said + list(self.warnings)
 
     @property
@@ -225,13 +229,15 @@ def make_plan(
     container = encoding = None
     warnings = list(reader.warnings)
     copied: list[str] = []
+    converted: list[str] = []
     if kind in (OutputKind.VIDEO, OutputKind.STDOUT):
         container = container_of(suffix)
         encoding = choose_encoding(info, container, out_size, codec=codec, quality=quality, preset=preset)
         if reader.container is not None:
-            indices, lost = split_streams(info, reader.container, container)
-            copied = [str(s) for s in info.streams if s.index in indices]
-            warnings += lost
+            others = plan_streams(info, reader.container, container)
+            copied = [str(s) for s in info.streams if s.index in others.copied]
+            converted = [str(s) for s in info.streams if s.index in others.converted]
+            warnings += others.lost
     else:
         if codec is not None or quality is not None or preset is not None:
             raise InputError("codec, quality and preset are for video files, not for pictures")
@@ -249,6 +255,7 @@ def make_plan(
         container=container,
         encoding=encoding,
         copied_streams=tuple(copied),
+        converted_streams=tuple(converted),
         warnings=tuple(warnings),
     )
 

@@ -24,7 +24,7 @@ from recavsr.video.frames import Frame, Stamp
 from recavsr.video.output import PendingOutput, write_error
 from recavsr.video.packet_log import PacketLog
 from recavsr.video.reader import Reader
-from recavsr.video.streams import StreamCopier, kept_tags, shifted_chapters, split_streams
+from recavsr.video.streams import StreamCopier, StreamPlan, kept_tags, plan_streams, shifted_chapters
 
 
 class Writer(Protocol):
@@ -207,16 +207,21 @@ class VideoWriter:
         target = "pipe:1" if self._pending is None else f"file:{self._pending.path}"
         output = av.open(target, "w", format=container.muxer, options=options)
         self._copier = StreamCopier(output)
-        copied: list[int] = []
+        others = StreamPlan((), (), ())
         if reader.container is not None:
-            copied, lost = split_streams(reader.info, reader.container, container)
-            self.warnings += lost
-        for index in sorted([*copied, reader.info.stream_index]):
+            others = plan_streams(reader.info, reader.container, container)
+            self.warnings += others.lost
+        for index in sorted([*others.copied, *others.converted, reader.info.stream_index]):
             if index == reader.info.stream_index:
                 self._video = self._add_video(output, first)
+                continue
+            assert reader.container is not None
+            template = reader.container.streams[index]
+            if index in others.copied:
+                self._copier.add(template)
             else:
-                assert reader.container is not None
-                self._copier.add(reader.container.streams[index])
+                assert container.subtitles is not None
+                self._copier.convert(template, container.subtitles)
         output.metadata.update(kept_tags(reader.info.metadata))
         self._set_chapters(output)
         self._output = output
