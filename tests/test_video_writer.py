@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -391,3 +392,23 @@ def test_text_subtitles_are_converted_there_and_back(
     assert words(out) == words(rich)
     run_identity(out, back, scale=1)
     assert words(back) == words(rich)
+
+
+def test_cover_pictures_are_kept(tmp_path: Path) -> None:
+    """As a cover in MP4, as an attachment in Matroska, from either; WebM has no place for one."""
+    clip, cover = make_clip(tmp_path / "clip.mp4", 5), tmp_path / "cover.png"
+    cover.write_bytes(encode_picture(np.full((8, 8, 3), (200, 30, 60), np.uint8), ".png"))
+    kind = ("-metadata:s:t", "mimetype=image/png", "-metadata:s:t", "filename=front.png")
+    ffmpeg("-i", clip, "-i", cover, "-map", 0, "-map", 1, "-c", "copy", "-disposition:v:1", "attached_pic",
+           tmp_path / "in.mp4")  # fmt: skip
+    ffmpeg("-i", clip, "-attach", cover, *kind, "-c", "copy", tmp_path / "in.mkv")
+    for source in ("in.mp4", "in.mkv"):
+        for name in ("out.mp4", "out.mkv"):
+            report = run_identity(tmp_path / source, tmp_path / name, overwrite=True)
+            assert report.warnings == ()
+            picture = ffprobe(tmp_path / name)["streams"][1]
+            assert picture["disposition"]["attached_pic"] == 1
+            assert packets(tmp_path / name, 1)[0][2] == hashlib.md5(cover.read_bytes()).hexdigest()
+            assert len(times(tmp_path / name)) == 5
+        report = run_identity(tmp_path / source, tmp_path / "out.webm", overwrite=True, quality=40)
+        assert report.warnings == (".webm can't hold cover picture 1 (png), it is left out; .mkv can",)

@@ -235,7 +235,7 @@ def make_plan(
         encoding = choose_encoding(info, container, out_size, codec=codec, quality=quality, preset=preset)
         if reader.container is not None:
             others = plan_streams(info, reader.container, container)
-            copied = [str(s) for s in info.streams if s.index in others.copied]
+            copied = [str(s) for s in info.streams if s.index in (*others.copied, *others.attached)]
             converted = [str(s) for s in info.streams if s.index in others.converted]
             warnings += others.lost
     else:

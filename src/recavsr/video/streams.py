@@ -22,6 +22,7 @@ from av.subtitles.stream import SubtitleStream
 from recavsr.video.formats import Container
 from recavsr.video.info import StreamInfo, VideoInfo
 
+_PICTURE_TYPES = {"mjpeg": ("cover.jpg", "image/jpeg"), "png": ("cover.png", "image/png")}
 _TEXT_SUBTITLES = frozenset({"ass", "mov_text", "srt", "ssa", "subrip", "text", "webvtt"})
 
 # Written by the muxer or true of the old file only.
@@ -63,32 +64,36 @@ def can_hold(container: Container, template: Stream) -> bool:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What becomes of the other streams: indices copied and converted, a line for each that is left out."""
+    """What becomes of the other streams: their indices, and a line for each that is left out."""
 
     copied: tuple[int, ...]
     converted: tuple[int, ...]
+    attached: tuple[int, ...]  # cover pictures that become attachments
     lost: tuple[str, ...]
 
 
 def plan_streams(info: VideoInfo, source: InputContainer, container: Container) -> StreamPlan:
     """Decide for every stream beside the picture."""
-    copied, converted, lost = [], [], []
+    copied, converted, attached, lost = [], [], [], []
     for stream in info.streams:
         template = source.streams[stream.index]
-        if stream.kind in ("audio", "subtitle", "attachment") and can_hold(container, template):
+        wanted = stream.kind in ("audio", "subtitle", "attachment") or stream.cover_art
+        if stream.cover_art and container.muxer == "matroska" and stream.codec in _PICTURE_TYPES:
+            attached.append(stream.index)
+        elif wanted and can_hold(container, template):
             copied.append(stream.index)
         elif container.subtitles and stream.kind == "subtitle" and stream.codec in _TEXT_SUBTITLES:
             converted.append(stream.index)
         else:
             lost.append(_why_lost(stream, container))
-    return StreamPlan(tuple(copied), tuple(converted), tuple(lost))
+    return StreamPlan(tuple(copied), tuple(converted), tuple(attached), tuple(lost))
 
 
 def _why_lost(stream: StreamInfo, container: Container) -> str:
-    if stream.kind in ("audio", "subtitle", "attachment"):
+    if stream.kind in ("audio", "subtitle", "attachment") or stream.cover_art:
         hint = "" if container.suffix == ".mkv" else "; .mkv can"
         return f"{container.suffix} can't hold {stream}, it is left out{hint}"
-    if stream.kind == "video" and not stream.cover_art:
+    if stream.kind == "video":
         return f"{stream} is left out: one video stream is upscaled"
     return f"{stream} is left out"
 
@@ -158,6 +163,15 @@ class StreamCopier:
         """Create the stream that text subtitles become (before the first packet)."""
         self._converters[template.index] = _Subtitles(self._output, cast(SubtitleStream, template), codec)
 
+    def attach(self, template: Stream, packets: list[Packet]) -> bool:
+        """Attach a cover picture, whose packet comes before all others; say whether it was there."""
+        picture = next((p for p in packets if p.stream_index == template.index), None)
+        if picture is None:
+            return False
+        name, kind = _PICTURE_TYPES[template.codec_context.name]
+        self._output.add_attachment(template.metadata.get("filename", name), kind, bytes(picture))
+        return True
+
     def take(self, packet: Packet, shift: Fraction) -> None:
         """Keep a packet until the picture reaches its time; packets of streams left out are dropped."""
         converter = self._converters.get(packet.stream_index)
@@ -171,6 +185,8 @@ class StreamCopier:
             packet = converted
         start = packet.pts if packet.pts is not None else packet.dts
         time = Fraction(0) if start is None else start * packet.time_base + shift
+        if start is None:  # a cover picture
+            packet.pts = packet.dts = 0
         if shift:
             ticks = round(shift / packet.time_base)
             packet.pts = None if packet.pts is None else packet.pts + ticks

@@ -207,11 +207,11 @@ class VideoWriter:
         target = "pipe:1" if self._pending is None else f"file:{self._pending.path}"
         output = av.open(target, "w", format=container.muxer, options=options)
         self._copier = StreamCopier(output)
-        others = StreamPlan((), (), ())
+        others = StreamPlan((), (), (), ())
         if reader.container is not None:
             others = plan_streams(reader.info, reader.container, container)
             self.warnings += others.lost
-        for index in sorted([*others.copied, *others.converted, reader.info.stream_index]):
+        for index in sorted([*others.copied, *others.converted, *others.attached, reader.info.stream_index]):
             if index == reader.info.stream_index:
                 self._video = self._add_video(output, first)
                 continue
@@ -219,6 +219,11 @@ class VideoWriter:
             template = reader.container.streams[index]
             if index in others.copied:
                 self._copier.add(template)
+            elif index in others.attached:
+                if not self._copier.attach(template, self._early):
+                    self.warnings.append(
+                        f"cover picture {index} is left out: it was not found at the beginning"
+                    )
             else:
                 assert container.subtitles is not None
                 self._copier.convert(template, container.subtitles)
