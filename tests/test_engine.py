@@ -356,6 +356,19 @@ def test_folders_of_videos(tmp_path: Path) -> None:
             upscale_folder(bad, folder, model=IdentityModel())
 
 
+def test_an_unexpected_failure_does_not_end_a_batch(tmp_path: Path) -> None:
+    folder = tmp_path / "films"
+    folder.mkdir()
+    make_clip(folder / "long.mp4", 30)
+    make_clip(folder / "short.mp4", 3)
+    report = upscale_folder(folder, tmp_path / "out", model=Failing(RuntimeError("out of\nmemory")), scale=2)
+    assert [result.status for result in report.files] == [FileStatus.FAILED, FileStatus.DONE]
+    assert report.files[0].reason == f"{folder / 'long.mp4'}: unexpected RuntimeError: out of memory"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["short.mp4"]
+    with pytest.raises(KeyboardInterrupt):
+        upscale_folder(folder, tmp_path / "two", model=Failing(KeyboardInterrupt()), scale=2)
+
+
 # -- memory --------------------------------------------------------------------------------------------
 
 PEAK = """
