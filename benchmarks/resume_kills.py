@@ -2,8 +2,9 @@
 
     python benchmarks/resume_kills.py [--points 50] [--model nano] [-o benchmarks/results/resume_kills.json]
 
-The command runs in a process of its own and gets SIGKILL after a random share of the time that a whole run
-takes; it is started again with `--resume` until it ends by itself. Checkpoints are made as often as possible.
+Each run is a process of its own, forked when the model is loaded: the random moments fall into the work,
+not into the start. At each point one run gets SIGKILL, and one more with `resume` goes on to the end.
+Checkpoints are made as often as possible.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from fractions import Fraction
@@ -23,14 +22,12 @@ from pathlib import Path
 import av
 import numpy as np
 
-RUN = """
-import sys
 from recavsr.stream import pipeline, resume
 from recavsr.stream.engine import upscale
+from recavsr.stream.load import load
+
 pipeline.MARK_FRAMES, resume.CHECKPOINT_SECONDS = 16, 0.0
-report = upscale(sys.argv[1], sys.argv[2], model=sys.argv[3], scale=2, resume=True, device="cpu")
-print(report.resumed_at)
-"""
+_fork = multiprocessing.get_context("fork")
 
 
 def make_source(path: Path, frames: int) -> None:
@@ -81,59 +78,61 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=150)
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/resume_kills.json"))
     arguments = parser.parse_args()
-    chance = random.Random(0)
-    points = []
+    model, chance = load(arguments.model, device="cpu"), random.Random(0)
+
+    def run(source: Path, target: Path, answers: multiprocessing.Queue) -> None:
+        answers.put(upscale(source, target, model=model, scale=2, resume=True).resumed_at)
+
     with tempfile.TemporaryDirectory() as folder:
         source, whole, out = (Path(folder) / name for name in ("in.mp4", "whole.mp4", "out.mp4"))
         make_source(source, arguments.frames)
+        answers = _fork.Queue()
 
-        def start(target: Path) -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", RUN, str(source), str(target), arguments.model]
-            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        def start(target: Path) -> multiprocessing.process.BaseProcess:
+            process = _fork.Process(target=run, args=(source, target, answers))
+            process.start()
+            return process
 
         began = time.monotonic()
-        _, errors = start(whole).communicate()
+        start(whole).join()
         length = time.monotonic() - began
         wanted = digest(whole)
-        assert sum(kind == "picture" for kind, *_ in wanted) == arguments.frames, errors
-        kills, resumed_at, partial = 0, [], 0
-        while kills < arguments.points:
-            process, after = start(out), chance.uniform(0, 1.1) * length
-            try:
-                said, errors = process.communicate(timeout=after)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
-                kills += 1
-                partial += out.exists() and digest(out) != wanted
-                points.append(round(after, 2))
-                print(f"{kills}: killed after {after:.2f} s", flush=True)
-                if not out.exists():
-                    continue
-            else:
-                assert process.returncode == 0, errors
-                resumed_at.append(int(said))
-            same = digest(out) == wanted
-            print(f"ended: {'the same' if same else 'NOT THE SAME'}", flush=True)
-            assert same
+        assert answers.get() == 0
+        assert sum(kind == "picture" for kind, *_ in wanted) == arguments.frames
+        points = []
+        while len(points) < arguments.points:
+            process, after = start(out), chance.uniform(0, length)
+            process.join(after)
+            if process.exitcode is not None:  # it was quicker than the first one: no point of this list
+                answers.get()
+                out.unlink()
+                continue
+            process.kill()
+            process.join()
+            under_final_name = out.exists()
+            partial = under_final_name and digest(out) != wanted
+            if under_final_name:
+                out.unlink()  # killed between the last rename and its end
+            start(out).join()
+            point = {
+                "killed_after_s": round(after, 2),
+                "resumed_at_frame": answers.get(),
+                "partial_file_under_the_final_name": partial,
+                "identical": digest(out) == wanted,
+            }
+            points.append(point)
+            print(len(points), point, flush=True)
             out.unlink()
-        process = start(out)
-        said, errors = process.communicate()
-        assert process.returncode == 0, errors
-        assert digest(out) == wanted
-        resumed_at.append(int(said))
         left = sorted(path.name for path in Path(folder).iterdir())
     result = {
         "model": arguments.model,
         "frames": arguments.frames,
         "whole_run_s": round(length, 2),
-        "kills": kills,
-        "killed_after_s": points,
-        "finished_runs": len(resumed_at),
-        "finished_runs_resumed_at_frame": resumed_at,
-        "finished_runs_identical": len(resumed_at),
-        "partial_files_under_the_final_name": partial,
+        "points": len(points),
+        "identical": sum(point["identical"] for point in points),
+        "partial_files_under_the_final_name": sum(p["partial_file_under_the_final_name"] for p in points),
         "left_in_the_folder": left,
+        "every_point": points,
     }
     arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

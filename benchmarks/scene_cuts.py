@@ -24,7 +24,7 @@ from recavsr.stream import cuts
 from recavsr.stream.session import Session
 from recavsr.stream.step import IdentityModel
 
-SIDE = 160  # pixels of the longer side: what the detectors see of a clip
+SIDE = 96  # pixels of the longer side: what the detectors see of a clip
 
 # Frames that start a shot; (first, last) where a transition of some frames lies between two shots.
 CUTS: dict[str, list[int | tuple[int, int]]] = {
@@ -175,7 +175,7 @@ def sweep(sequences: Sequence[tuple[np.ndarray, Sequence[Interval]]]) -> list[di
     """Return our row over all sequences for thresholds around the one in use."""
     chosen, rows = cuts.THRESHOLD, []
     try:
-        for threshold in (2.5, 3.0, 3.5, 4.0, 5.0):
+        for threshold in (2.5, 3.0, 4.0, 5.0):
             cuts.THRESHOLD = threshold
             total = np.sum([score(ours(frames), wanted) for frames, wanted in sequences], axis=0)
             rows.append({"threshold": threshold, **row(*map(int, total), sum(len(f) for f, _ in sequences))})
@@ -207,7 +207,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/scene_cuts.json"))
-    parser.add_argument("--sequences", type=int, default=100, help="synthetic sequences of each kind")
+    parser.add_argument("--sequences", type=int, default=20, help="synthetic sequences of each kind")
     arguments = parser.parse_args()
     clips = {path.stem: read(path) for path in sorted(arguments.folder.glob("*.mp4"))}
     single = [clip for name, clip in clips.items() if name not in CUTS]

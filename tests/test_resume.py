@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,18 +59,36 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Breaking:
-    """A model that breaks off after some blocks of a run, counted over all shots."""
+    """A model that breaks off after some blocks of a run, counted over all shots.
 
-    def __init__(self, model: BlockModel, blocks: int, error: BaseException) -> None:
+    With an `output` it waits until a checkpoint of `frames` frames is there: the writer lags behind.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        blocks: int,
+        error: BaseException,
+        output: Path | None = None,
+        frames: int = 1,
+    ) -> None:
         self._model, self._left, self._error = model, blocks, error
+        self._run, self._frames = None if output is None else work_folder(output) / "run.json", frames
         self.name, self.fingerprint, self.size_multiple = model.name, model.fingerprint, model.size_multiple
         self.blocks, self.device, self.start = model.blocks, model.device, model.start
 
     def step(self, state: Any, lr_frames: torch.Tensor) -> tuple[Any, torch.Tensor]:
         if not self._left:
+            deadline = time.monotonic() + 60
+            while self._run is not None and self._kept() < self._frames and time.monotonic() < deadline:
+                time.sleep(0.01)
             raise self._error
         self._left -= 1
         return self._model.step(state, lr_frames)
+
+    def _kept(self) -> int:
+        assert self._run is not None
+        return json.loads(self._run.read_text())["frames"] if self._run.exists() else 0
 
 
 OPTIONS: dict[str, Any] = {"scale": 2, "color_fix": "adain", "preset": "ultrafast"}
@@ -103,9 +123,10 @@ def test_a_run_that_fails_twice_ends_with_the_same_frames(
         if state.stage == "kept":
             kept.append(state.frames)
 
-    for blocks, error in ((6, RuntimeError("out of memory")), (8, KeyboardInterrupt())):
+    for blocks, frames, error in ((6, 53, RuntimeError("out of memory")), (8, 116, KeyboardInterrupt())):
+        model = Breaking(tiny, blocks, error, out, frames)
         with pytest.raises(type(error)):
-            upscale(film, out, model=Breaking(tiny, blocks, error), resume=True, progress=note, **options)
+            upscale(film, out, model=model, resume=True, progress=note, **options)
         assert not out.exists()
         assert work_folder(out).is_dir()
     assert kept == [53, 116]
@@ -119,7 +140,9 @@ def test_pictures_are_resumed_too(tiny: BlockModel, film: Path, tmp_path: Path) 
     options = {"model": tiny, "scale": 1}
     upscale(film, tmp_path / "whole", **options)
     with pytest.raises(RuntimeError):
-        upscale(film, tmp_path / "out", **options | {"model": Breaking(tiny, 9, RuntimeError())})
+        upscale(
+            film, tmp_path / "out", **options | {"model": Breaking(tiny, 9, RuntimeError(), tmp_path / "out")}
+        )
     assert left_over(tmp_path) == [".out.recavsr", "whole"]
     assert upscale(tmp_path / "whole", tmp_path / "again", **options).frames == 153
     report = upscale(film, tmp_path / "out", resume=True, **options)
@@ -127,18 +150,21 @@ def test_pictures_are_resumed_too(tiny: BlockModel, film: Path, tmp_path: Path) 
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+    two = tmp_path / "two.mkv"
     with pytest.raises(KeyboardInterrupt):
-        upscale(tmp_path / "whole", tmp_path / "two.mkv", model=Breaking(tiny, 9, KeyboardInterrupt()))
-    assert upscale(tmp_path / "whole", tmp_path / "two.mkv", model=tiny, resume=True).resumed_at > 24
+        upscale(tmp_path / "whole", two, model=Breaking(tiny, 9, KeyboardInterrupt(), two))
+    assert upscale(tmp_path / "whole", two, model=tiny, resume=True).resumed_at > 24
 
 
-def break_off(model: BlockModel, source: Path, output: Path, blocks: int = 9, **options: Any) -> None:
+def break_off(model: BlockModel, source: Path, output: Path) -> None:
+    """Leave a run that is kept."""
     with pytest.raises(RuntimeError):
-        upscale(source, output, model=Breaking(model, blocks, RuntimeError()), **OPTIONS | options)
+        upscale(source, output, model=Breaking(model, 9, RuntimeError(), output), **OPTIONS)
 
 
 def test_before_the_first_checkpoint_nothing_is_left(tiny: BlockModel, film: Path, tmp_path: Path) -> None:
-    break_off(tiny, film, tmp_path / "out.mp4", blocks=1)
+    with pytest.raises(RuntimeError):
+        upscale(film, tmp_path / "out.mp4", model=Breaking(tiny, 1, RuntimeError()), **OPTIONS)
     assert left_over(tmp_path) == []
     assert upscale(film, tmp_path / "out.mp4", model=tiny, resume=True, **OPTIONS).resumed_at == 0
 
