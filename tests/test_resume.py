@@ -211,6 +211,24 @@ def test_kept_work_is_never_thrown_away_unasked(tiny: BlockModel, film: Path, tm
     assert left_over(tmp_path) == ["out.mp4"]
 
 
+def test_a_kill_while_the_work_is_removed_leaves_nothing_to_continue(
+    tiny: BlockModel, film: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last act of a run is to remove its folder, file by file."""
+    out = tmp_path / "out.mp4"
+
+    def killed(folder: Path, **options: Any) -> None:
+        (folder / "packets").unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume.shutil, "rmtree", killed)
+        upscale(film, out, model=tiny, **OPTIONS)
+    assert work_folder(out).is_dir()
+    out.unlink()
+    assert upscale(film, out, model=tiny, resume=True, **OPTIONS).resumed_at == 0
+    assert left_over(tmp_path) == ["out.mp4"]
+
+
 def test_pipes_and_y4m_can_not_be_resumed(film: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="only a file that is made from files"):
         upscale(film, tmp_path / "out.y4m", model=IdentityModel(), resume=True)

@@ -129,6 +129,8 @@ class Work:
             return
         assert self.folder is not None
         if self.kept is None:
+            # First what says that there is something to continue: the process may be killed half-way.
+            (self.folder / "run.json").unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             (self.folder / "output").unlink(
@@ -150,6 +152,7 @@ class Work:
     def _clear(self) -> None:
         """Remove what an earlier run left."""
         assert self.folder is not None
+        (self.folder / "run.json").unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
