@@ -13,11 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import recavsr
 from recavsr.cli import main
 from recavsr.cli.console import Console, FrameProgress, TerminalProgress, plain_seconds
 from recavsr.cli.main import run
+from recavsr.stream import pipeline, resume
+from recavsr.stream.resume import work_folder
+from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.clips import read_clip, write_clip
 
 RATE = 24
@@ -252,6 +256,47 @@ def test_dry_run_writes_nothing(clip: Path, tmp_path: Path, capsys: pytest.Captu
     assert run(arguments) == 0
     assert "48x36 -> 120x90" in capsys.readouterr().err
     assert not (tmp_path / "x.mp4").exists()
+
+
+def test_cuts_of_an_edit_list(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "cuts.txt").write_text("12\n")
+    arguments = ["upscale", str(clip), "--model", "identity", "--scale", "1", "--json"]
+    for cuts, wanted in ((str(tmp_path / "cuts.txt"), [12]), ("off", []), ("auto", [])):
+        assert run([*arguments, "-o", str(tmp_path / "out.mp4"), "--overwrite", "--cuts", cuts]) == 0
+        result = json.loads(capsys.readouterr().err.splitlines()[-1])
+        assert result["cuts"] == wanted
+    assert run([*arguments, "-o", str(tmp_path / "other.mp4"), "--cuts", str(tmp_path / "none")]) == 2
+    assert "give auto, off or a file" in capsys.readouterr().err
+
+
+def test_what_is_kept_is_said_and_resumed(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["upscale", str(clip), "-o", str(tmp_path / "out.mp4"), "--model", "identity", "--scale", "1"]
+    monkeypatch.setattr(pipeline, "MARK_FRAMES", 8)
+    monkeypatch.setattr(resume, "CHECKPOINT_SECONDS", 0.0)
+
+    def interrupted(model: IdentityModel, state: IdentityState, lr_frames: torch.Tensor) -> tuple:
+        if state.block < 2:
+            return IdentityState(state.block + 1), lr_frames
+        kept, deadline = work_folder(tmp_path / "out.mp4") / "run.json", time.monotonic() + 60
+        while not (kept.exists() and '"frames": 29' in kept.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IdentityModel, "step", interrupted)
+        assert run(arguments) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2:] == [
+        "29 frames are kept: the same command with --resume goes on from there",
+        "recavsr: interrupted",
+    ]
+    assert run(arguments) == 2
+    assert "continue it with --resume, or start afresh with --overwrite" in capsys.readouterr().err
+    assert run([*arguments, "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["resumed_at"] == 29
+    assert [path.name for path in tmp_path.iterdir()] == ["out.mp4"]
 
 
 def test_stdout_carries_only_the_video(clip: Path) -> None:

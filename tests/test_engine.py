@@ -47,6 +47,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"size": "1920x1080"}, (36, 64), (1080, 1920)),
         ({"height": 1080}, (480, 854), (1080, 1922)),
         ({"width": 1280}, (240, 426), (721, 1280)),
+        ({"fit": (1920, 1080)}, (240, 426), (1080, 1917)),
+        ({"fit": "1920x1080"}, (360, 480), (1080, 1440)),
+        ({"fit": "1920x1080"}, (640, 360), (1080, 608)),
         ({"height": 720}, (180, 320), (720, 1280)),
     ],
 )
@@ -67,6 +70,9 @@ def test_output_sizes(options: dict[str, Any], lr_size: tuple[int, int], expecte
         {"size": "0x0"},
         {"size": "720p"},
         {"size": (99999, 99999)},
+        {"fit": "1080p"},
+        {"fit": (0, 720)},
+        {"fit": "64x64", "height": 64},
         {"height": 0},
         {"height": -5},
         {"width": 0},
@@ -348,6 +354,19 @@ def test_folders_of_videos(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=reason):
             upscale_folder(bad, folder, model=IdentityModel())
+
+
+def test_an_unexpected_failure_does_not_end_a_batch(tmp_path: Path) -> None:
+    folder = tmp_path / "films"
+    folder.mkdir()
+    make_clip(folder / "long.mp4", 30)
+    make_clip(folder / "short.mp4", 3)
+    report = upscale_folder(folder, tmp_path / "out", model=Failing(RuntimeError("out of\nmemory")), scale=2)
+    assert [result.status for result in report.files] == [FileStatus.FAILED, FileStatus.DONE]
+    assert report.files[0].reason == f"{folder / 'long.mp4'}: unexpected RuntimeError: out of memory"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["short.mp4"]
+    with pytest.raises(KeyboardInterrupt):
+        upscale_folder(folder, tmp_path / "two", model=Failing(KeyboardInterrupt()), scale=2)
 
 
 # -- memory --------------------------------------------------------------------------------------------

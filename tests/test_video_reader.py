@@ -327,3 +327,30 @@ def test_untagged_sources_follow_the_size_rule() -> None:
     assert ColorTags(range=2, matrix=9).resolved(64, 64, rgb=False) == ColorTags(range=2, matrix=9)
     with pytest.raises(InputError, match="ICtCp"):
         ToRgb(ColorTags(range=1, matrix=14), deep=True)
+
+
+# -- interlaced video ----------------------------------------------------------------------------------
+
+
+def test_interlaced_video_is_named_or_made_into_full_frames(tmp_path: Path) -> None:
+    """As many frames at the same times, the pixels of ffmpeg's filter."""
+    source, full = tmp_path / "fields.mkv", tmp_path / "full.mkv"
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=64x48:r=50:d=1", "-f", "lavfi", "-i", "sine=d=1", "-vf",
+           "tinterlace=interleave_top", "-c:v", "libx264", "-qp", 0, "-pix_fmt", "yuv420p",
+           "-flags", "+ildct+ilme", "-x264-params", "tff=1", source)  # fmt: skip
+    ffmpeg("-i", source, "-vf", "bwdif=mode=send_frame", "-c:v", "libx264", "-qp", 0, "-an", full)
+
+    def read(path: Path, **options: bool) -> tuple[np.ndarray, list[Fraction], list[str]]:
+        with open_reader(path, **options) as reader:
+            frames = [item for item in reader if isinstance(item, Frame)]
+            return np.stack([f.pixels for f in frames]), [f.stamp.time for f in frames], reader.warnings
+
+    combed, combed_times, warnings = read(source)
+    assert warnings == ["the video is interlaced and is upscaled as it is; --deinterlace makes full frames"]
+    made, made_times, warnings = read(source, deinterlace=True)
+    assert warnings == []
+    assert made_times == combed_times
+    assert len(made) == 25
+    wanted = read(full)[0].astype(int)
+    assert np.abs(made - wanted).mean() < 0.5
+    assert np.abs(combed - wanted).mean() > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -61,9 +62,8 @@ def test_everything_beside_the_picture_is_copied(rich: Path, tmp_path: Path) -> 
 
 def test_what_mp4_can_not_hold_is_named(rich: Path, tmp_path: Path) -> None:
     report = run_identity(rich, tmp_path / "out.mp4")
-    assert len(report.warnings) == 2
-    assert report.warnings[0] == ".mp4 can't hold subtitle 3 (srt, fra), it is left out; .mkv can"
-    assert "attachment 4" in report.warnings[1]
+    assert report.warnings == (".mp4 can't hold attachment 4 (unknown), it is left out; .mkv can",)
+    assert "converted: subtitle 3 (srt, fra) becomes mov_text" in report.plan.lines()
     assert [s["codec_name"] for s in ffprobe(tmp_path / "out.mp4")["streams"]][:3] == ["aac", "h264", "ac3"]
     languages = [s["tags"]["language"] for s in ffprobe(tmp_path / "out.mp4")["streams"]][:3]
     assert languages == ["eng", "und", "deu"]
@@ -370,3 +370,45 @@ def test_y4m_holds_every_frame_of_a_source_with_uneven_times(tmp_path: Path) -> 
     count = len(times(source))
     run_identity(source, out)
     assert len(times(out)) == count
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("out.mp4", "mov_text"), ("out.mov", "mov_text"), ("out.webm", "webvtt")]
+)
+def test_text_subtitles_are_converted_there_and_back(
+    rich: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """Same words at the same times in every form, read by ffmpeg."""
+
+    def words(path: Path) -> str:
+        ffmpeg("-copyts", "-i", path, "-map", "0:s:0", tmp_path / "words.srt")
+        return (tmp_path / "words.srt").read_text()
+
+    out, back = tmp_path / first, tmp_path / "back.mkv"
+    run_identity(rich, out, **({"quality": 40} if first == "out.webm" else {}))
+    stream = next(s for s in ffprobe(out)["streams"] if s["codec_type"] == "subtitle")
+    assert stream["codec_name"] == second
+    assert stream["tags"]["language"] == "fra"
+    assert words(out) == words(rich)
+    run_identity(out, back, scale=1)
+    assert words(back) == words(rich)
+
+
+def test_cover_pictures_are_kept(tmp_path: Path) -> None:
+    """As a cover in MP4, as an attachment in Matroska, from either; WebM has no place for one."""
+    clip, cover = make_clip(tmp_path / "clip.mp4", 5), tmp_path / "cover.png"
+    cover.write_bytes(encode_picture(np.full((8, 8, 3), (200, 30, 60), np.uint8), ".png"))
+    kind = ("-metadata:s:t", "mimetype=image/png", "-metadata:s:t", "filename=front.png")
+    ffmpeg("-i", clip, "-i", cover, "-map", 0, "-map", 1, "-c", "copy", "-disposition:v:1", "attached_pic",
+           tmp_path / "in.mp4")  # fmt: skip
+    ffmpeg("-i", clip, "-attach", cover, *kind, "-c", "copy", tmp_path / "in.mkv")
+    for source in ("in.mp4", "in.mkv"):
+        for name in ("out.mp4", "out.mkv"):
+            report = run_identity(tmp_path / source, tmp_path / name, overwrite=True)
+            assert report.warnings == ()
+            picture = ffprobe(tmp_path / name)["streams"][1]
+            assert picture["disposition"]["attached_pic"] == 1
+            assert packets(tmp_path / name, 1)[0][2] == hashlib.md5(cover.read_bytes()).hexdigest()
+            assert len(times(tmp_path / name)) == 5
+        report = run_identity(tmp_path / source, tmp_path / "out.webm", overwrite=True, quality=40)
+        assert report.warnings == (".webm can't hold cover picture 1 (png), it is left out; .mkv can",)

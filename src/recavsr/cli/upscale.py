@@ -27,14 +27,23 @@ def command(
     model: options.Model = "nano",
     scale: Annotated[float | None, typer.Option(help="Enlarge by this much; 4 if no size is given.")] = None,
     size: Annotated[str | None, typer.Option(help="Output size as WIDTHxHEIGHT, e.g. 1920x1080.")] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="Largest size of the input's shape inside WIDTHxHEIGHT.")
+    ] = None,
     height: Annotated[int | None, typer.Option(help="Output height; the width follows.")] = None,
     width: Annotated[int | None, typer.Option(help="Output width; the height follows.")] = None,
     start: Annotated[str | None, typer.Option(help="Begin here: seconds or a timecode like 1:30.5.")] = None,
     duration: Annotated[str | None, typer.Option(help="Do this much: seconds or a timecode.")] = None,
     frames: Annotated[int | None, typer.Option(help="Do at most this many frames.")] = None,
+    deinterlace: Annotated[
+        bool, typer.Option("--deinterlace", help="Make full frames of an interlaced video first.")
+    ] = False,
     color_fix: Annotated[
         str, typer.Option(help="Hold the output's colours to the input's: none, wavelet, adain.")
     ] = "none",
+    cuts: Annotated[
+        str, typer.Option(help="Start afresh at scene cuts: auto, off, or a file of frame numbers or times.")
+    ] = "auto",
     codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
     quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
@@ -45,6 +54,9 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same output.")] = 42,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted run of this output ended.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json_lines: options.JsonLines = False,
 ) -> int:
@@ -56,13 +68,16 @@ def command(
         "model": resolve(model),
         "scale": scale,
         "size": size,
+        "fit": fit,
         "height": height,
         "width": width,
         "seed": seed,
         "start": start,
         "duration": duration,
         "frames": frames,
+        "deinterlace": deinterlace,
         "color_fix": color_fix,
+        "cuts": cuts,
         "codec": codec,
         "quality": int(quality) if quality is not None and quality.isdecimal() else quality,
         "preset": preset,
@@ -70,6 +85,7 @@ def command(
         "precision": precision,
         "memory": memory,
         "overwrite": overwrite,
+        "resume": resume,
         "dry_run": dry_run,
     }
     if source != "-" and is_video_folder(source):
@@ -134,6 +150,12 @@ class _ProgressDisplay:
             elif self._loading:
                 self._console.say(f"loading {self._loading}")
             return
+        if state.stage == "kept":
+            self._close()
+            self._console.say(
+                f"{state.frames} frames are kept: the same command with --resume goes on from there"
+            )
+            return
         if self._shown is None:
             self._shown = self._console.progress(state.total)
         self._shown.update(state.frames, state.total, state.rate)
@@ -155,8 +177,9 @@ class _ProgressDisplay:
 
 def _summary(report: UpscaleReport) -> str:
     height, width = report.out_size
+    shots = f" in {len(report.cuts) + 1} shots" if report.cuts else ""
     return (
-        f"{report.output}: {report.frames} frames of {width}x{height} "
+        f"{report.output}: {report.frames} frames of {width}x{height}{shots} "
         f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps)"
     )
 
@@ -167,6 +190,7 @@ def _facts(report: UpscaleReport) -> dict[str, Any]:
         "output": report.output,
         "model": report.model,
         "frames": report.frames,
+        "resumed_at": report.resumed_at,
         "input_size": list(report.lr_size),
         "output_size": list(report.out_size),
         "seconds": round(report.seconds, 3),
@@ -174,6 +198,7 @@ def _facts(report: UpscaleReport) -> dict[str, Any]:
         "decode_seconds": round(report.decode_seconds, 3),
         "model_seconds": round(report.model_seconds, 3),
         "encode_seconds": round(report.encode_seconds, 3),
+        "cuts": list(report.cuts),
         "warnings": list(report.warnings),
         "cut_short": report.cut_short,
     }

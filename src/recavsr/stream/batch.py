@@ -71,8 +71,8 @@ def upscale_folder(
 ) -> BatchReport:
     """Upscale every file of `folder` into the folder `output`, under its own name; pictures stay pictures.
 
-    Files whose output exists are skipped (unless `overwrite`), bad ones are listed with the reason and the
-    rest goes on. `on_file` is called after each file; `options` are those of `upscale`.
+    Files whose output exists are skipped (unless `overwrite`); those that fail, for any reason, are listed
+    with it, and the rest goes on. `on_file` is called after each file; `options` are those of `upscale`.
     Raises InputError if there is no file, or if the folder or the options can't be used at all.
     """
     sources = _files(Path(folder))
@@ -129,5 +129,8 @@ def _one(source: Path, out: Path, **options: Any) -> FileResult:
         report = upscale(source, out, **options)
     except InputError as error:
         return FileResult(str(source), str(out), FileStatus.FAILED, str(error), None)
+    except Exception as error:  # whatever it is: one bad file must not end a night's work
+        reason = " ".join(f"{source}: unexpected {type(error).__name__}: {error}".split())
+        return FileResult(str(source), str(out), FileStatus.FAILED, reason, None)
     status = FileStatus.PARTIAL if report.truncated else FileStatus.DONE
     return FileResult(str(source), str(out), status, report.cut_short, report)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from recavsr.errors import InputError
+from recavsr.stream.cuts import EditList
 from recavsr.stream.load import load
-from recavsr.stream.pipeline import Timing, run_pipeline
+from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
+from recavsr.stream.resume import Work, input_identity
 from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
+from recavsr.video.frames import Stamp
 from recavsr.video.reader import Reader, Trim, open_reader
 
 ColorFix = Literal["none", "wavelet", "adain"]
@@ -25,7 +29,7 @@ COLOR_FIXES = ("none", "wavelet", "adain")
 class Progress:
     """Where a run stands; given to the `progress` callback from the calling thread after every block."""
 
-    stage: Literal["loading", "upscaling", "done"]
+    stage: Literal["loading", "upscaling", "done", "kept"]  # kept: it failed, but can be resumed from here
     frames: int
     total: int | None
     rate: float  # frames a second so far
@@ -42,12 +46,14 @@ class UpscaleReport:
     plan: Plan
     model: str
     frames: int
+    resumed_at: int  # frames that an earlier, interrupted run had finished
     lr_size: tuple[int, int]
     out_size: tuple[int, int]
     seconds: float
     decode_seconds: float
     model_seconds: float
     encode_seconds: float
+    cuts: tuple[int, ...]  # frames that start a new shot, counted from 0 in the output
     warnings: tuple[str, ...]
     cut_short: str | None
     dry_run: bool
@@ -59,8 +65,8 @@ class UpscaleReport:
 
     @property
     def fps(self) -> float:
-        """Return frames a second over the whole run, input and output included."""
-        return self.frames / self.seconds if self.seconds > 0 else 0.0
+        """Return frames a second over this whole run, input and output included."""
+        return (self.frames - self.resumed_at) / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def exit_code(self) -> int:
@@ -75,17 +81,21 @@ def upscale(
     model: str | os.PathLike[str] | BlockModel = "nano",
     scale: float | None = None,
     size: tuple[int, int] | str | None = None,
+    fit: tuple[int, int] | str | None = None,
     height: int | None = None,
     width: int | None = None,
     seed: int = 42,
     start: float | str | None = None,
     duration: float | str | None = None,
     frames: int | None = None,
+    deinterlace: bool = False,
     color_fix: ColorFix = "none",
+    cuts: str | os.PathLike[str] = "auto",
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
     dry_run: bool = False,
     device: str = "auto",
@@ -98,10 +108,16 @@ def upscale(
     output: video file (.mp4 .mkv .mov .webm .y4m), "-" (y4m on standard output), a folder or pattern
         (frame_%05d.png) of pictures, a picture for a picture; None: a name beside the source.
     model: a name, a model folder, or a loaded BlockModel.
-    scale, size, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each side,
-        size is (width, height) or "1920x1080", a height or width alone keeps the shape.
+    scale, size, fit, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each
+        side, size is (width, height) or "1920x1080"; fit is a box, given like a size, that holds the output;
+        a height or width alone keeps the shape, as fit does.
     start, duration: seconds or timecodes ("1:30.5"); frames: at most so many frames.
+    deinterlace: make full frames of an interlaced source first (bwdif), as many as it has.
+    cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
+        "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
     codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
+    overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
+        behind the frames that it finished; the result has the same frames as one run in one piece.
     memory: at most so much of the device's memory ("8GB"): layers that do not fit travel from main memory.
     progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
 
@@ -111,28 +127,85 @@ def upscale(
 
     Raises InputError (one line) for bad input, options or output; nothing is left under the output's name.
     """
-    request = SizeRequest(scale, size, height, width)
+    request = SizeRequest(scale, size, height, width, fit)
     trim = Trim.parse(start, duration, frames)
     if color_fix not in COLOR_FIXES:
         raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {color_fix}")
+    edit_list = _edit_list(cuts, trim)
     began = time.perf_counter()
-    with open_reader(source, trim) as reader:
+    with open_reader(source, trim, deinterlace=deinterlace) as reader:
         plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
-        with plan.writer(reader, overwrite=overwrite) as writer:
+        if resume and not plan.resumable and not reader.info.still:
+            raise InputError("only a file that is made from files can be resumed, not a pipe, a URL or y4m")
+        work = Work(Path(plan.output) if plan.resumable else None)
+        watch = _Watch(plan.frames, progress)
+        with work, plan.writer(reader, overwrite=overwrite, folder=work.folder) as writer:
             if dry_run:
-                return _report(plan, reader, str(model), Timing(), 0.0, (), dry_run=True)
-            watch = _Watch(plan.frames, progress)
+                return _report(plan, reader, str(model), Timing(), 0.0, dry_run=True)
             watch.say("loading", 0)
             settings = {"device": device, "precision": precision, "memory": memory}
             block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
-            session = Session(
-                block_model, lr_size=plan.lr_size, out_size=plan.out_size, seed=seed, color_fix=color_fix
+            facts = {
+                "input": input_identity(reader.source) if plan.resumable else None,
+                "model": f"{block_model.name} {block_model.fingerprint} on {block_model.device.type}",
+                "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
+                "deinterlace": deinterlace,
+                "seed": seed,
+                "color_fix": color_fix,
+                "cuts": str(cuts) if edit_list is None else edit_list.entries(),
+                **plan.facts(),
+            }
+            work.begin(facts, resume=resume, overwrite=overwrite)
+            session = work.session(block_model) or Session(
+                block_model,
+                lr_size=plan.lr_size,
+                out_size=plan.out_size,
+                seed=seed,
+                color_fix=color_fix,
+                detect_cuts=cuts == "auto",
             )
-            watch.begin()
-            timing = run_pipeline(reader, session, writer, watch.frames)
-            watch.say("done", timing.frames_written)
-            late = (*notes, *writer.warnings)
-            return _report(plan, reader, block_model.name, timing, time.perf_counter() - began, late)
+            reader.passed = work.frames
+            writer.resume(work.log_size)
+
+            def starts_shot(stamp: Stamp) -> bool:
+                return edit_list is not None and edit_list.starts_shot(
+                    stamp, reader.shift + reader.info.origin
+                )
+
+            def on_mark(mark: Mark) -> None:
+                work.save(mark.session, mark.frames, writer)
+
+            watch.begin(work.frames)
+            hooks = Hooks(watch.frames, starts_shot, on_mark if plan.resumable else None)
+            try:
+                timing = run_pipeline(reader, session, writer, hooks)
+            except BaseException:
+                if work.kept:
+                    watch.say("kept", work.kept)
+                raise
+            work.finish()
+            watch.say("done", timing.frames_passed + timing.frames_written)
+            seconds = time.perf_counter() - began
+            return _report(
+                plan,
+                reader,
+                block_model.name,
+                timing,
+                seconds,
+                cuts=session.cuts,
+                warnings=[*notes, *writer.warnings],
+            )
+
+
+def _edit_list(cuts: str | os.PathLike[str], trim: Trim) -> EditList | None:
+    if cuts in ("auto", "off"):
+        return None
+    edit_list = EditList(cuts)
+    if edit_list.frames and trim.start is not None:
+        raise InputError(
+            f"{edit_list.path}: frame numbers count from the source's first frame; with a start, give times"
+        )
+    return edit_list
 
 
 def _loaded(model: str | os.PathLike[str] | BlockModel, **settings: Any) -> tuple[BlockModel, list[str]]:
@@ -152,22 +225,23 @@ class _Watch:
         self._total = total
         self._callback = callback
         self._began = time.perf_counter()
+        self._passed = 0
 
-    def begin(self) -> None:
-        self._began = time.perf_counter()
+    def begin(self, passed: int) -> None:
+        self._began, self._passed = time.perf_counter(), passed
 
     def frames(self, timing: Timing) -> None:
-        self.say("upscaling", timing.frames_written)
+        self.say("upscaling", timing.frames_passed + timing.frames_written)
 
     def tell(self, note: str) -> None:
         if self._callback is not None:
             self._callback(Progress("loading", 0, self._total, 0.0, None, note))
 
-    def say(self, stage: Literal["loading", "upscaling", "done"], frames: int) -> None:
+    def say(self, stage: Literal["loading", "upscaling", "done", "kept"], frames: int) -> None:
         if self._callback is None:
             return
         elapsed = time.perf_counter() - self._began
-        rate = frames / elapsed if frames and elapsed > 0 else 0.0
+        rate = max(0, frames - self._passed) / elapsed if elapsed > 0 else 0.0
         left = None if self._total is None or not rate else max(0, self._total - frames) / rate
         total = frames if stage == "done" else self._total
         self._callback(Progress(stage, frames, total, rate, 0.0 if stage == "done" else left))
@@ -179,24 +253,27 @@ def _report(
     model: str,
     timing: Timing,
     seconds: float,
-    late_warnings: tuple[str, ...],
     *,
+    cuts: Sequence[int] = (),
+    warnings: Sequence[str] = (),
     dry_run: bool = False,
 ) -> UpscaleReport:
-    warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *late_warnings])
+    all_warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *warnings])
     return UpscaleReport(
         source=plan.source,
         output=plan.output,
         plan=plan,
         model=model,
-        frames=timing.frames_written,
+        frames=timing.frames_passed + timing.frames_written,
+        resumed_at=timing.frames_passed,
         lr_size=plan.lr_size,
         out_size=plan.out_size,
         seconds=seconds,
         decode_seconds=timing.decode,
         model_seconds=timing.model,
         encode_seconds=timing.encode,
-        warnings=tuple(warnings),
+        cuts=tuple(cuts),
+        warnings=tuple(all_warnings),
         cut_short=reader.cut_short,
         dry_run=dry_run,
     )

@@ -17,7 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from recavsr.video.frames import Frame, Packet
+from recavsr.stream.session import Session
+from recavsr.video.frames import Frame, Packet, Passed, Stamp
 from recavsr.video.writer import Writer
 
 Item = TypeVar("Item")
@@ -25,7 +26,12 @@ Item = TypeVar("Item")
 _DECODED_AHEAD = 16
 _ENCODE_BEHIND = 8
 _POLL_SECONDS = 0.1
+MARK_FRAMES = 120
+"""A run can be continued about every so many frames; it costs a key frame each time."""
 _READER_PATIENCE_SECONDS = 2.0
+
+
+Read = Frame | Passed | Packet
 
 
 class Upscaler(Protocol):
@@ -35,9 +41,25 @@ class Upscaler(Protocol):
         """Take LR frames, return the finished blocks."""
         ...
 
+    def cut(self) -> list[np.ndarray]:
+        """End the shot, return what is left of it."""
+        ...
+
     def flush(self) -> list[np.ndarray]:
         """End the stream, return what is left."""
         ...
+
+    def fork(self) -> Session:
+        """Return a session that stays as this one is now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place between two blocks where a later run can continue: the session there, and the frames so far."""
+
+    session: Session
+    frames: int
 
 
 class Stopped(Exception):
@@ -81,13 +103,26 @@ class Channel(Generic[Item]):
             yield item  # type: ignore[misc]
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What a run wants to be asked or told."""
+
+    on_frames: Callable[[Timing], None] | None = None
+    """Told after every block, in the caller's thread."""
+    starts_shot: Callable[[Stamp], bool] | None = None
+    """Asked once for each frame, in order: is the session cut before it?"""
+    on_mark: Callable[[Mark], None] | None = None
+    """Told about every `MARK_FRAMES` frames, in the writing thread, when the writer holds all of them."""
+
+
 @dataclass
 class Timing:
-    """Seconds that each stage worked (they overlap) and the frames that are written."""
+    """Seconds that each stage worked (they overlap); frames that were passed over, read, written."""
 
     decode: float = 0.0
     model: float = 0.0
     encode: float = 0.0
+    frames_passed: int = 0
     frames_read: int = 0
     frames_written: int = 0
 
@@ -104,28 +139,31 @@ class _Shared:
 
 
 def run_pipeline(
-    items: Iterable[Frame | Packet],
+    items: Iterable[Read],
     session: Upscaler,
     writer: Writer,
-    on_frames: Callable[[Timing], None] | None = None,
+    hooks: Hooks = Hooks(),
 ) -> Timing:
     """Read `items`, upscale the frames, write them with their times, and finish the writer.
 
     Returns the timing. Raises what any stage raised, after the others have ended.
     """
     shared, timing = _Shared(), Timing()
-    decoded: Channel[Frame | Packet] = Channel(_DECODED_AHEAD, shared.stop)
-    upscaled: Channel[Frame | Packet] = Channel(_ENCODE_BEHIND, shared.stop)
+    decoded: Channel[Read] = Channel(_DECODED_AHEAD, shared.stop)
+    upscaled: Channel[Read | Mark] = Channel(_ENCODE_BEHIND, shared.stop)
     reading = threading.Thread(
         target=_guarded, args=(shared, _read, items, decoded, timing), name="recavsr-read", daemon=True
     )
     writing = threading.Thread(
-        target=_guarded, args=(shared, _write, writer, upscaled, timing), name="recavsr-write", daemon=True
+        target=_guarded,
+        args=(shared, _write, writer, upscaled, timing, hooks),
+        name="recavsr-write",
+        daemon=True,
     )
     reading.start()
     writing.start()
     try:
-        _upscale(session, decoded, upscaled, timing, on_frames)
+        _upscale(session, decoded, upscaled, timing, hooks)
         writing.join()
     except BaseException as error:
         shared.fail(error)
@@ -145,7 +183,7 @@ def _guarded(shared: _Shared, stage: Callable[..., None], *arguments: object) ->
         shared.fail(error)
 
 
-def _read(items: Iterable[Frame | Packet], decoded: Channel[Frame | Packet], timing: Timing) -> None:
+def _read(items: Iterable[Read], decoded: Channel[Read], timing: Timing) -> None:
     iterator = iter(items)
     while True:
         began = time.perf_counter()
@@ -160,14 +198,16 @@ def _read(items: Iterable[Frame | Packet], decoded: Channel[Frame | Packet], tim
 
 def _upscale(
     session: Upscaler,
-    decoded: Channel[Frame | Packet],
-    upscaled: Channel[Frame | Packet],
+    decoded: Channel[Read],
+    upscaled: Channel[Read | Mark],
     timing: Timing,
-    on_frames: Callable[[Timing], None] | None,
+    hooks: Hooks,
 ) -> None:
     waiting: deque[Frame] = deque()  # frames inside the session; only their times and names are kept
+    made = marked = 0
 
     def emit(make_blocks: Callable[[], list[np.ndarray]]) -> None:
+        nonlocal made, marked
         began = time.perf_counter()
         blocks = make_blocks()
         timing.model += time.perf_counter() - began
@@ -175,11 +215,22 @@ def _upscale(
             for pixels in block:
                 origin = waiting.popleft()
                 upscaled.put(Frame(pixels, origin.stamp, origin.name))
-            if on_frames is not None:
-                on_frames(timing)
+            made += len(block)
+            if hooks.on_frames is not None:
+                hooks.on_frames(timing)
+        # A function of the frames alone: every run of this video has its marks at the same places.
+        if hooks.on_mark is not None and not waiting and made - marked >= MARK_FRAMES:
+            marked = made
+            upscaled.put(Mark(session.fork(), timing.frames_passed + made))
 
     for item in decoded:
         if isinstance(item, Packet):
+            upscaled.put(item)
+            continue
+        if hooks.starts_shot is not None and hooks.starts_shot(item.stamp) and isinstance(item, Frame):
+            emit(session.cut)
+        if isinstance(item, Passed):
+            timing.frames_passed += 1
             upscaled.put(item)
             continue
         waiting.append(Frame(_NO_PIXELS, item.stamp, item.name))
@@ -192,12 +243,18 @@ def _upscale(
 _NO_PIXELS = np.empty((0, 0, 3), np.uint8)
 
 
-def _write(writer: Writer, upscaled: Channel[Frame | Packet], timing: Timing) -> None:
+def _write(writer: Writer, upscaled: Channel[Read | Mark], timing: Timing, hooks: Hooks) -> None:
     for item in upscaled:
         began = time.perf_counter()
         if isinstance(item, Frame):
             writer.write(item)
             timing.frames_written += 1
+        elif isinstance(item, Passed):
+            writer.pass_over(item.stamp)
+        elif isinstance(item, Mark):
+            writer.mark()
+            if hooks.on_mark is not None:
+                hooks.on_mark(item)
         else:
             writer.copy(item)
         timing.encode += time.perf_counter() - began

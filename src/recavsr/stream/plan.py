@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from recavsr import __version__
 from recavsr.errors import InputError
 from recavsr.geometry import scaled_size
+from recavsr.video.capabilities import versions
 from recavsr.video.formats import (
     CONTAINERS,
     Container,
@@ -24,7 +29,7 @@ from recavsr.video.images import WRITABLE_SUFFIXES, PictureWriter, SequenceWrite
 from recavsr.video.info import VideoInfo
 from recavsr.video.reader import Reader, Trim
 from recavsr.video.source import PICTURE_SUFFIXES, STDIN, SourceKind
-from recavsr.video.streams import split_streams
+from recavsr.video.streams import plan_streams
 from recavsr.video.writer import VideoWriter, Writer
 
 DEFAULT_SCALE = 4.0
@@ -34,12 +39,16 @@ LARGEST_SIDE = 16384
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """The wanted output size: at most one of scale, size (width, height), height, width."""
+    """The wanted output size: at most one of scale, size (width, height), fit, height, width.
+
+    `fit` is a box (width, height): the largest size of the source's shape that it holds.
+    """
 
     scale: float | None = None
     size: tuple[int, int] | str | None = None
     height: int | None = None
     width: int | None = None
+    fit: tuple[int, int] | str | None = None
 
     @property
     def forced(self) -> bool:
@@ -48,12 +57,16 @@ class SizeRequest:
 
     def resolve(self, lr_size: tuple[int, int]) -> tuple[int, int]:
         """Return the output (height, width) for an upright source of `lr_size`; InputError if senseless."""
-        given = [n for n in ("scale", "size", "height", "width") if getattr(self, n) is not None]
+        given = [n for n in ("scale", "size", "fit", "height", "width") if getattr(self, n) is not None]
         if len(given) > 1:
-            raise InputError(f"give one of scale, size, height and width, not {' and '.join(given)}")
+            raise InputError(f"give one of scale, size, fit, height and width, not {' and '.join(given)}")
         height, width = lr_size
         if self.size is not None:
-            out_width, out_height = _pair(self.size)
+            out_width, out_height = _pair(self.size, "size")
+        elif self.fit is not None:
+            box_width, box_height = _pair(self.fit, "fit")
+            factor = min(Fraction(box_width, width), Fraction(box_height, height))
+            out_width, out_height = (math.floor(side * factor + Fraction(1, 2)) for side in (width, height))
         elif self.height is not None:
             out_height = _whole(self.height, "height")
             out_width = math.floor(Fraction(width * out_height, height) + Fraction(1, 2))
@@ -88,14 +101,14 @@ def _whole(value: int, what: str) -> int:
     return value
 
 
-def _pair(size: tuple[int, int] | str) -> tuple[int, int]:
+def _pair(size: tuple[int, int] | str, what: str) -> tuple[int, int]:
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+)[xX](\d+)", size.strip())
         if not match:
-            raise InputError(f"size must look like 1920x1080 (width x height), not {size!r}")
+            raise InputError(f"{what} must look like 1920x1080 (width x height), not {size!r}")
         size = int(match[1]), int(match[2])
     if len(size) != 2:
-        raise InputError(f"size is (width, height), not {size}")
+        raise InputError(f"{what} is (width, height), not {size}")
     return _whole(size[0], "width"), _whole(size[1], "height")
 
 
@@ -113,6 +126,7 @@ class Plan:
     """One run: source, output, sizes and encoding. Sizes are (height, width)."""
 
     source: str
+    source_kind: SourceKind
     output: str
     kind: OutputKind
     lr_size: tuple[int, int]
@@ -123,6 +137,7 @@ class Plan:
     container: Container | None
     encoding: Encoding | None
     copied_streams: tuple[str, ...]
+    converted_streams: tuple[str, ...]
     warnings: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -140,14 +155,43 @@ class Plan:
                 f"{'full' if color.full_range else 'limited'} range"
             )
         said += [f"copied: {stream}" for stream in self.copied_streams]
+        if self.container is not None:
+            into = self.container.subtitles
+            said += [f"converted: {stream} becomes {into}" for stream in self.converted_streams]
         return said + list(self.warnings)
 
-    def writer(self, reader: Reader, *, overwrite: bool) -> Writer:
-        """Return the writer for this plan (nothing is written before the first frame)."""
+    @property
+    def resumable(self) -> bool:
+        """Return whether an interrupted run can be continued: files to files of several frames."""
+        if self.source_kind is SourceKind.FILE:
+            seekable = Path(self.source).is_file()
+        else:
+            seekable = self.source_kind is SourceKind.SEQUENCE
+        coded = self.kind is OutputKind.VIDEO and self.encoding is not None and self.encoding.codec != "raw"
+        return seekable and (coded or self.kind is OutputKind.PICTURES)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides how the frames are written, by its name for the user."""
+        encoding = self.encoding
+        return {
+            "output size": f"{self.out_size[1]}x{self.out_size[0]}",
+            "container": None if self.container is None else self.container.suffix,
+            "codec": None if encoding is None else encoding.codec,
+            "encoding": None
+            if encoding is None
+            else f"{encoding.pixel_format} {sorted(encoding.options.items())}",
+            "versions": f"recavsr {__version__}, PyAV {versions()['PyAV']}, PyTorch {torch.__version__}",
+        }
+
+    def writer(self, reader: Reader, *, overwrite: bool, folder: Path | None = None) -> Writer:
+        """Return the writer for this plan (nothing is written before the first frame).
+
+        `folder` is where it makes the output and keeps what can be resumed.
+        """
         if self.kind is OutputKind.PICTURE:
             return PictureWriter(Path(self.output), overwrite=overwrite)
         if self.kind is OutputKind.PICTURES:
-            return SequenceWriter(Path(self.output), overwrite=overwrite)
+            return SequenceWriter(Path(self.output), overwrite=overwrite, folder=folder)
         assert self.container is not None
         assert self.encoding is not None
         path = None if self.kind is OutputKind.STDOUT else Path(self.output)
@@ -159,6 +203,7 @@ class Plan:
             self.out_size,
             self.sample_aspect,
             overwrite=overwrite,
+            folder=folder,
         )
 
 
@@ -184,19 +229,22 @@ def make_plan(
     container = encoding = None
     warnings = list(reader.warnings)
     copied: list[str] = []
+    converted: list[str] = []
     if kind in (OutputKind.VIDEO, OutputKind.STDOUT):
         container = container_of(suffix)
         encoding = choose_encoding(info, container, out_size, codec=codec, quality=quality, preset=preset)
         if reader.container is not None:
-            indices, lost = split_streams(info, reader.container, container)
-            copied = [str(s) for s in info.streams if s.index in indices]
-            warnings += lost
+            others = plan_streams(info, reader.container, container)
+            copied = [str(s) for s in info.streams if s.index in (*others.copied, *others.attached)]
+            converted = [str(s) for s in info.streams if s.index in others.converted]
+            warnings += others.lost
     else:
         if codec is not None or quality is not None or preset is not None:
             raise InputError("codec, quality and preset are for video files, not for pictures")
         warnings += [f"pictures can't hold {stream}, it is left out" for stream in info.streams]
     return Plan(
         source=info.source,
+        source_kind=info.kind,
         output=target,
         kind=kind,
         lr_size=info.size,
@@ -207,6 +255,7 @@ def make_plan(
         container=container,
         encoding=encoding,
         copied_streams=tuple(copied),
+        converted_streams=tuple(converted),
         warnings=tuple(warnings),
     )
 

@@ -15,6 +15,7 @@ from recavsr.geometry import padded_size
 from recavsr.state import State
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
 from recavsr.stream.color_fix import ColorFix, adain, wavelet
+from recavsr.stream.cuts import ShotMemory, Thumbnail, thumbnail
 from recavsr.stream.step import BlockModel
 
 
@@ -23,6 +24,7 @@ class SessionState(State):
     """A whole session: the model's state and the LR frames that wait for their block."""
 
     model: State
+    seen: ShotMemory
     pending: Tensor  # [n, h, w, 3] as int32, frames not yet in a block
     block: int
     uint16: bool
@@ -31,7 +33,8 @@ class SessionState(State):
 class Session:
     """One stream. Output depends on the frames alone, never on how they were cut into pushes.
 
-    Frames are [N, h, w, 3] RGB, uint8 or uint16; results are [M, H, W, 3] of the same dtype.
+    Frames are [N, h, w, 3] RGB, uint8 or uint16; results are [M, H, W, 3] of the same dtype. With
+    `detect_cuts` each shot is a stream of its own: it comes out as it would alone.
     """
 
     def __init__(
@@ -43,13 +46,17 @@ class Session:
         seed: int = 42,
         shot: int = 0,
         color_fix: ColorFix = "none",
+        detect_cuts: bool = False,
     ) -> None:
         if min(*lr_size, *out_size) < 1:
             raise InputError(f"sizes must be positive, got {lr_size} -> {out_size}")
         if color_fix not in ("none", "adain", "wavelet"):
             raise InputError(f"color fix {color_fix!r} is unknown; choose none, adain or wavelet")
         self.model, self.lr_size, self.out_size = model, lr_size, out_size
-        self.seed, self.color_fix = seed, color_fix
+        self.seed, self.color_fix, self.detect_cuts = seed, color_fix, detect_cuts
+        self.cuts: list[int] = []
+        """Where a new shot began, as a count of the frames before it since the session was made."""
+        self._pushed = 0
         self._start(shot)
 
     def _start(self, shot: int) -> None:
@@ -57,6 +64,8 @@ class Session:
         self.shot = shot
         self._state: Any = self.model.start(height, width, seed=self.seed, shot=shot)
         self._pending: list[np.ndarray] = []
+        self._thumbnails: list[Thumbnail] = []
+        self._seen = ShotMemory()
         self._block = 0
 
     @property
@@ -75,10 +84,9 @@ class Session:
         done = []
         while len(frames):
             take = min(self.frames_wanted, len(frames))
-            self._pending.append(frames[:take].copy())  # the caller may fill its array again
+            self._add(frames[:take].copy())  # the caller may fill its array again
             frames = frames[take:]
-            if self.frames_wanted == 0:
-                done.append(self._run_block(np.concatenate(self._pending)))
+            done += self._ready()
         return done
 
     def flush(self) -> list[np.ndarray]:
@@ -86,12 +94,15 @@ class Session:
 
         The session then stands at the start of a fresh stream.
         """
-        done = []
-        if self._pending:
-            frames = np.concatenate(self._pending)
-            padded = np.concatenate([frames, np.repeat(frames[-1:], self.frames_wanted, axis=0)])
-            done.append(self._run_block(padded)[: len(frames)])
+        done = self._ready(ending=True)
         self._start(self.shot)
+        return done
+
+    def cut(self) -> list[np.ndarray]:
+        """End the shot as `flush` does: the next frame starts a new one."""
+        done = self.flush()
+        if self._pushed:
+            self.cuts.append(self._pushed)
         return done
 
     def reset(self, shot: int | None = None) -> None:
@@ -107,9 +118,12 @@ class Session:
             seed=self.seed,
             shot=self.shot,
             color_fix=self.color_fix,
+            detect_cuts=self.detect_cuts,
         )
         # States are never written to, so both sessions may hold the same one.
         other._state, other._pending, other._block = self._state, list(self._pending), self._block
+        other._seen, other._thumbnails = self._seen, list(self._thumbnails)
+        other.cuts, other._pushed = list(self.cuts), self._pushed
         return other
 
     def save(self, path: str | Path) -> None:
@@ -118,6 +132,7 @@ class Session:
         pending = np.concatenate(self._pending) if self._pending else empty
         state = SessionState(
             self._state,
+            self._seen,
             torch.from_numpy(pending.astype(np.int32)),
             self._block,
             pending.dtype == np.uint16,
@@ -130,6 +145,9 @@ class Session:
             seed=self.seed,
             shot=self.shot,
             color_fix=self.color_fix,
+            detect_cuts=self.detect_cuts,
+            cuts=self.cuts,
+            pushed=self._pushed,
         )
 
     @classmethod
@@ -145,13 +163,45 @@ class Session:
             seed=about["seed"],
             shot=about["shot"],
             color_fix=about["color_fix"],
+            detect_cuts=about["detect_cuts"],
         )
-        session._state, session._block = state.model, state.block
+        session._state, session._seen, session._block = state.model, state.seen, state.block
         pending = state.pending.cpu().numpy().astype(np.uint16 if state.uint16 else np.uint8)
-        session._pending = [pending] if len(pending) else []
+        if len(pending):
+            session._add(pending)
+        session.cuts, session._pushed = about["cuts"], about["pushed"]
         return session
 
-    def _run_block(self, frames: np.ndarray) -> np.ndarray:
+    def _add(self, frames: np.ndarray) -> None:
+        self._pending.append(frames)
+        self._pushed += len(frames)
+        if self.detect_cuts:
+            self._thumbnails += map(thumbnail, frames)
+
+    def _ready(self, *, ending: bool = False) -> list[np.ndarray]:
+        """Run the blocks that the waiting frames complete; at the end, or at a cut, also a short one."""
+        done = []
+        while self._pending and (ending or self.frames_wanted == 0):
+            frames, thumbnails = np.concatenate(self._pending), self._thumbnails
+            wanted = self.model.blocks.frames(self._block)
+            cut = self._seen.first_cut(thumbnails[:wanted]) if self.detect_cuts else None
+            taken = min(wanted, len(frames)) if cut is None else cut
+            if taken:
+                done.append(self._run_block(frames[:taken], wanted))
+            if self.detect_cuts and cut is None:
+                self._seen = self._seen.after(thumbnails[:taken])
+            if cut is not None:
+                self._start(self.shot)
+                self.cuts.append(self._pushed - len(frames) + cut)
+            self._pending = [frames[taken:]] if len(frames) > taken else []
+            self._thumbnails = thumbnails[taken:]
+        return done
+
+    def _run_block(self, frames: np.ndarray, wanted: int) -> np.ndarray:
+        """Run a block of `wanted` frames; where there are fewer, the last one is repeated and trimmed."""
+        count = len(frames)
+        if count < wanted:
+            frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
         lr_frames = prepare_lr_frames(frames, self.out_size, self.model.size_multiple, self.model.device)
         self._state, sr_frames = self.model.step(self._state, lr_frames)
         height, width = self.out_size
@@ -159,5 +209,5 @@ class Session:
             sr_frames = adain(sr_frames.float().clamp(-1, 1), lr_frames)
         elif self.color_fix == "wavelet":
             sr_frames = wavelet(sr_frames[..., :height, :width], frames)
-        self._pending, self._block = [], self._block + 1
-        return to_picture(sr_frames, self.out_size, frames.dtype)
+        self._block += 1
+        return to_picture(sr_frames[:, :, :count], self.out_size, frames.dtype)

@@ -7,12 +7,13 @@ LR frames --> generator.step --> SR latents --> decoder.step --> frames
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recavsr.geometry import BlockPlan
 from recavsr.models.decoder import DecoderState, FlashDecoder
@@ -24,6 +25,7 @@ class BlockModel(Protocol):
     """What a session needs of a model."""
 
     name: str
+    fingerprint: str  # other weights, or another precision: another fingerprint
     size_multiple: int  # the padded output size is a multiple of this many pixels
     blocks: BlockPlan
     device: torch.device
@@ -67,6 +69,7 @@ class ReCaVSR:
         self.device = prompt.device
         with torch.inference_mode():
             self.condition = generator.condition(prompt)  # the same for every block of every stream
+        self.fingerprint = _fingerprint(generator, decoder)
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
@@ -98,6 +101,16 @@ class ReCaVSR:
         return self.generator.step(state.generator, self.condition, noise, lr_frames)
 
 
+def _fingerprint(*parts: nn.Module) -> str:
+    """Return a short digest of names, types and the first values of all parameters."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            head = parameter.detach().flatten()[:8].float().cpu().numpy()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + head.tobytes())
+    return digest.hexdigest()[:16]
+
+
 def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
     """Return float32 normal noise as a pure function of (seed, shot, block), the same on every device."""
     mixed = int(np.random.SeedSequence((seed, shot, block)).generate_state(1, np.uint64)[0])
@@ -116,6 +129,7 @@ class IdentityModel:
     """Only resizes (bilinear): proves the media path and serves as a baseline."""
 
     name = "identity"
+    fingerprint = ""
     size_multiple = 1
 
     def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = BlockPlan()) -> None:  # noqa: B008

@@ -23,6 +23,7 @@ class Container:
     codecs: tuple[str, ...]  # the first is the default for 8 bits
     deep_codec: str  # the default for more than 8 bits
     options: dict[str, str] = field(default_factory=dict)
+    subtitles: str | None = None  # what text subtitles become that it can't hold as they are
     chapters: bool = True
     times: bool = True  # each frame has a time of its own; else the rate is all there is
 
@@ -35,11 +36,18 @@ _MKV_OPTIONS = {"avoid_negative_ts": "disabled"}
 CONTAINERS = {
     container.suffix: container
     for container in (
-        Container(".mp4", "mp4", ("h264", "hevc", "av1", "vp9"), "hevc", _MP4_OPTIONS),
-        Container(".m4v", "mp4", ("h264", "hevc"), "hevc", _MP4_OPTIONS),
-        Container(".mov", "mov", ("h264", "hevc", "prores"), "hevc", _MP4_OPTIONS),
-        Container(".mkv", "matroska", ("h264", "hevc", "av1", "vp9", "ffv1", "prores"), "hevc", _MKV_OPTIONS),
-        Container(".webm", "webm", ("vp9", "av1"), "av1", _MKV_OPTIONS),
+        Container(".mp4", "mp4", ("h264", "hevc", "av1", "vp9"), "hevc", _MP4_OPTIONS, "mov_text"),
+        Container(".m4v", "mp4", ("h264", "hevc"), "hevc", _MP4_OPTIONS, "mov_text"),
+        Container(".mov", "mov", ("h264", "hevc", "prores"), "hevc", _MP4_OPTIONS, "mov_text"),
+        Container(
+            ".mkv",
+            "matroska",
+            ("h264", "hevc", "av1", "vp9", "ffv1", "prores"),
+            "hevc",
+            _MKV_OPTIONS,
+            "subrip",
+        ),
+        Container(".webm", "webm", ("vp9", "av1"), "av1", _MKV_OPTIONS, "webvtt"),
         Container(".y4m", "yuv4mpegpipe", ("raw",), "raw", {"strict": "-1"}, chapters=False, times=False),
     )
 }

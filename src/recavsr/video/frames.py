@@ -18,6 +18,7 @@ __all__ = [
     "Frame",
     "Orientation",
     "Packet",
+    "Passed",
     "Stamp",
     "has_alpha",
     "is_opaque",
@@ -52,6 +53,13 @@ class Frame:
     pixels: np.ndarray
     stamp: Stamp
     name: str | None = None
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A frame that is in the output already: only its time."""
+
+    stamp: Stamp
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from av.packet import Packet
 
 from recavsr.errors import InputError
 from recavsr.video.color import MATRIX_BT470BG, RANGE_FULL, ColorTags, FromRgb
-from recavsr.video.frames import Frame, Stamp
+from recavsr.video.frames import Frame, Passed, Stamp
 from recavsr.video.info import DEFAULT_RATE
-from recavsr.video.output import PendingFiles, PendingOutput, write_error
+from recavsr.video.output import PendingFiles, PendingOutput, sync, write_error
 from recavsr.video.reader import Trim, VideoReader
 from recavsr.video.source import Source, SourceKind
 
@@ -44,12 +44,14 @@ class SequenceReader:
     """Reads numbered pictures as a video of 25 frames a second."""
 
     def __init__(self, source: Source, trim: Trim) -> None:
+        self.source = source
         self.cut_short: str | None = None
         self.container: InputContainer | None = None
-        self.shift = Fraction(0)
         self.end: Fraction | None = None
+        self.passed = 0
         rate = DEFAULT_RATE
         first = 0 if trim.start is None else -int(-trim.start * rate // 1)
+        self.shift = -first / rate
         count = len(source.pictures) - first
         if trim.duration is not None:
             count = min(count, -int(-trim.duration * rate // 1))
@@ -74,9 +76,12 @@ class SequenceReader:
         )
         self.warnings: list[str] = list(still.warnings)
 
-    def __iter__(self) -> Iterator[Frame | Packet]:
+    def __iter__(self) -> Iterator[Frame | Passed | Packet]:
         for number, path in enumerate(self._pictures):
             stamp = Stamp(number, 1, self.info.time_base)
+            if number < self.passed:
+                yield Passed(stamp)
+                continue
             try:
                 frame = self._read(path)
             except InputError as error:
@@ -139,8 +144,21 @@ class _PendingPictures:
 
     _pending: PendingOutput | PendingFiles
 
+    def pass_over(self, stamp: Stamp) -> None:
+        """Count a frame whose picture is there already."""
+
     def copy(self, packet: Packet) -> None:
         """Pictures hold no other streams."""
+
+    def mark(self) -> None:
+        """Every picture stands on its own."""
+
+    def sync(self) -> int:
+        """Pictures have no log."""
+        return 0
+
+    def resume(self, log_size: int) -> None:
+        """Go on behind the pictures that are there."""
 
     def finish(self) -> None:
         """Give what was written its final name."""
@@ -178,17 +196,18 @@ class SequenceWriter(_PendingPictures):
 
     _pending: PendingFiles
 
-    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, target: Path, *, overwrite: bool = False, folder: Path | None = None) -> None:
         number = re.search(r"%0?(\d*)d", target.name)
         self._pattern = target.name if number else None
-        folder = target.parent if number else target
+        goal = target.parent if number else target
         if not number and target.exists() and not target.is_dir():
             raise InputError(f"{target}: exists and is not a folder")
-        if not overwrite and folder.is_dir() and self._taken(folder):
+        if not overwrite and goal.is_dir() and self._taken(goal):
             raise InputError(f"{target}: pictures are there already; choose another folder or overwrite them")
         self._suffix = Path(target.name).suffix.lower() if number else ".png"
         self._count = 0
-        self._pending = PendingFiles(folder, create=not number)
+        self._unsynced: list[Path] = []
+        self._pending = PendingFiles(goal, create=not number, place=folder)
         self.warnings: list[str] = []
 
     def _taken(self, folder: Path) -> bool:
@@ -200,6 +219,17 @@ class SequenceWriter(_PendingPictures):
         wanted = re.compile(re.escape(left) + r"\d+" + re.escape(right))
         return any(wanted.fullmatch(path.name) for path in folder.iterdir())
 
+    def pass_over(self, stamp: Stamp) -> None:
+        """Count a frame whose picture is there already."""
+        self._count += 1
+
+    def sync(self) -> int:
+        """Bring the pictures to the disk."""
+        for path in [*self._unsynced, self._pending.path]:
+            sync(path)
+        self._unsynced.clear()
+        return 0
+
     def write(self, frame: Frame) -> None:
         """Write one picture: under its source's name, or numbered from 1."""
         self._count += 1
@@ -208,6 +238,9 @@ class SequenceWriter(_PendingPictures):
         else:
             name = f"{frame.name or f'frame_{self._count:06d}'}{self._suffix}"
         try:
-            (self._pending.path / name).write_bytes(encode_picture(frame.pixels, self._suffix))
+            self._pending.path.mkdir(exist_ok=True)
+            path = self._pending.path / name
+            path.write_bytes(encode_picture(frame.pixels, self._suffix))
+            self._unsynced.append(path)
         except (OSError, av.error.FFmpegError) as error:
             raise write_error(self._pending.folder / name, error) from None

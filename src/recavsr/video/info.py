@@ -119,8 +119,6 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
     coded = (frame.height, frame.width)
     rate = _rate_of(stream)
     color = tags_of(frame, stream.codec_context)
-    if frame.interlaced_frame:
-        warnings.append("the video is interlaced: deinterlace it first, it is upscaled as it is")
     hdr = color.hdr
     if hdr:
         warnings.append(f"HDR ({hdr}) is upscaled as it is coded, by a model that was trained on SDR")

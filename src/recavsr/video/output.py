@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -29,10 +30,23 @@ def write_error(name: str | Path, error: Exception) -> InputError:
     return InputError(f"{name}: can't be written ({reason or getattr(error, 'strerror', None) or error})")
 
 
-class PendingOutput:
-    """A file or folder written beside its final place and moved there by `commit`; `discard` removes it."""
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk."""
+    with contextlib.suppress(PermissionError):  # Windows can't open folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
-    def __init__(self, final: Path, *, overwrite: bool) -> None:
+
+class PendingOutput:
+    """A file written beside its final place and moved there by `commit`; `discard` removes it.
+
+    Written into the folder `place`, if given, it is left for the owner of that folder to remove.
+    """
+
+    def __init__(self, final: Path, *, overwrite: bool, place: Path | None = None) -> None:
         self.final = final
         parent = final.parent
         if not parent.is_dir():
@@ -44,7 +58,8 @@ class PendingOutput:
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(f"{final}: no permission to write into {parent}")
         self._overwrite = overwrite
-        self.path = _temporary(parent)
+        self._kept = place is not None
+        self.path = _temporary(parent) if place is None else place / "output"
 
     def commit(self) -> None:
         """Give the finished file its final name."""
@@ -58,23 +73,27 @@ class PendingOutput:
             raise write_error(self.final, error) from None
 
     def discard(self) -> None:
-        """Remove what was written."""
-        self.path.unlink(missing_ok=True)
+        """Remove what was written, unless it lies in somebody's folder."""
+        if not self._kept:
+            self.path.unlink(missing_ok=True)
 
 
 class PendingFiles:
-    """Numbered files of one folder, written into a temporary folder beside it and moved by `commit`."""
+    """Numbered files of one folder, written into a temporary folder beside it and moved by `commit`.
 
-    def __init__(self, folder: Path, *, create: bool) -> None:
+    Who writes into the temporary folder makes it. In the folder `place`, if given, it is left for the owner
+    of that folder to remove.
+    """
+
+    def __init__(self, folder: Path, *, create: bool, place: Path | None = None) -> None:
         self.folder = folder
-        self._create = create
-        place = folder.parent if create else folder
-        if not place.is_dir():
-            raise InputError(f"{folder}: the folder {place} does not exist")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise InputError(f"{folder}: no permission to write into {place}")
-        self.path = _temporary(place)
-        self.path.mkdir()
+        parent = folder.parent if create else folder
+        if not parent.is_dir():
+            raise InputError(f"{folder}: the folder {parent} does not exist")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise InputError(f"{folder}: no permission to write into {parent}")
+        self._kept = place is not None
+        self.path = _temporary(parent) if place is None else place / "pictures"
 
     def commit(self) -> None:
         """Move the finished files to their folder; others that lie there stay."""
@@ -88,8 +107,9 @@ class PendingFiles:
             raise write_error(self.folder, error) from None
 
     def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what was written, unless it lies in somebody's folder."""
+        if not self._kept:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _temporary(folder: Path) -> Path:

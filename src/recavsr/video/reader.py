@@ -1,7 +1,7 @@
 """Decoding: frames in presentation order with exact times, and the packets of all other streams.
 
     with open_reader("in.mp4", Trim(start=10)) as reader:
-        for item in reader:        # Frame, or av.Packet of another stream, in file order
+        for item in reader:        # Frame, Passed, or av.Packet of another stream, in file order
             ...
         reader.cut_short           # None, or why the source ended early
 
@@ -20,18 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import av
 import av.error
 from av.container import InputContainer
+from av.filter import Graph
 from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
 from recavsr.video.color import ToRgb
-from recavsr.video.frames import Frame, Stamp, is_opaque
+from recavsr.video.frames import Frame, Passed, Stamp, is_opaque
 from recavsr.video.info import DEFAULT_RATE, VideoInfo, choose_stream, describe
 from recavsr.video.source import CountedInput, Source, SourceKind, open_container, resolve
 
@@ -93,31 +94,35 @@ def parse_time(value: float | str | Fraction, what: str) -> Fraction:
 class Reader(Protocol):
     """A source being read: `info`, then iteration; the last attributes are final when it ends."""
 
+    source: Source
     info: VideoInfo
     cut_short: str | None
     warnings: list[str]
     shift: Fraction  # seconds by which all times were moved
     end: Fraction | None  # for trimmed sources: other streams end here (shifted seconds)
+    passed: int  # so many frames come as `Passed`: set it before the iteration
 
     @property
     def container(self) -> InputContainer | None:
         """Return the opened container, for its streams; picture sequences have none."""
 
-    def __iter__(self) -> Iterator[Frame | Packet]: ...
+    def __iter__(self) -> Iterator[Frame | Passed | Packet]: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
-def open_reader(source: str | os.PathLike[str] | Source, trim: Trim | None = None) -> Reader:
+def open_reader(
+    source: str | os.PathLike[str] | Source, trim: Trim | None = None, *, deinterlace: bool = False
+) -> Reader:
     """Open a source for reading; raises InputError if nothing in it can be decoded."""
     from recavsr.video.images import SequenceReader
 
     resolved = source if isinstance(source, Source) else resolve(source)
     if resolved.kind is SourceKind.SEQUENCE:
         return SequenceReader(resolved, trim or Trim())
-    return VideoReader(resolved, trim or Trim())
+    return VideoReader(resolved, trim or Trim(), deinterlace=deinterlace)
 
 
 class _Clock:
@@ -147,12 +152,13 @@ class _Clock:
 class VideoReader:
     """Reads a container: file, picture, standard input or URL."""
 
-    def __init__(self, source: Source, trim: Trim) -> None:
-        self._source = source
+    def __init__(self, source: Source, trim: Trim, *, deinterlace: bool = False) -> None:
+        self.source = source
         self._trim = trim
         self.cut_short: str | None = None
         self.shift = Fraction(0)
         self.end: Fraction | None = None
+        self.passed = 0
         self._bad_packets = 0
         self._video_packets = 0
         self._packet_bytes = 0
@@ -167,6 +173,11 @@ class VideoReader:
             first = self._first_frame()
             self.info = describe(source, self.container, self._stream, first)
             self.warnings: list[str] = list(self.info.warnings)
+            self._deinterlace = deinterlace
+            if self.info.interlaced and not deinterlace:
+                self.warnings.append(
+                    "the video is interlaced and is upscaled as it is; --deinterlace makes full frames"
+                )
             self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep)
             self._first: VideoFrame | None = first
         except BaseException:
@@ -183,7 +194,7 @@ class VideoReader:
         if not self._waiting_for_data:
             self.container.close()
 
-    def __iter__(self) -> Iterator[Frame | Packet]:
+    def __iter__(self) -> Iterator[Frame | Passed | Packet]:
         window = self._begin()
         clock = _Clock(self._stream, self._first, self.info.rate) if self._first else None
         count = 0
@@ -208,15 +219,16 @@ class VideoReader:
                 continue
             if count == 0:
                 self._set_shift(stamp, window)
-            yield Frame(self._pixels(item), self._shifted(stamp))
+            stamp = self._shifted(stamp)
+            yield Passed(stamp) if count < self.passed else Frame(self._pixels(item), stamp)
             count += 1
         self._finish(count, clock, video_ended)
 
     # -- opening -------------------------------------------------------------------------------------
 
     def _prepare(self) -> VideoStream:
-        stream = choose_stream(self.container, self._source)
-        if self._source.kind is SourceKind.FILE:
+        stream = choose_stream(self.container, self.source)
+        if self.source.kind is SourceKind.FILE:
             stream.thread_type = (
                 "AUTO"  # frame threads delay frames, which a pipe or live source can't afford
             )
@@ -228,7 +240,7 @@ class VideoReader:
                 return item
             self._early.append(item)
         reason = self._demux_error or "its video can't be decoded"
-        raise InputError(f"{self._source.name}: nothing could be decoded ({reason})")
+        raise InputError(f"{self.source.name}: nothing could be decoded ({reason})")
 
     # -- demuxing and decoding -----------------------------------------------------------------------
 
@@ -273,7 +285,9 @@ class VideoReader:
         frames: Iterator[VideoFrame | Packet] = self._decoded
         if self._first is not None:
             frames = itertools.chain([self._first], frames)
-        yield from _times_sorted(frames) if self.info.container == "avi" else frames
+        if self.info.container == "avi":
+            frames = _times_sorted(frames)
+        yield from _deinterlaced(frames) if self._deinterlace else frames
 
     # -- trimming ------------------------------------------------------------------------------------
 
@@ -306,7 +320,7 @@ class VideoReader:
             first = None
         if first is None or first.pts is None or first.pts * self.info.time_base > begin:
             self.container.close()
-            self.container = open_container(self._source)
+            self.container = open_container(self.source)
             self._stream = self._prepare()
             self._early = []
             self._decoded = self._decode()
@@ -397,6 +411,41 @@ class VideoReader:
         if self._bad_packets:
             return f"{self._bad_packets} damaged places were skipped"
         return None
+
+
+def _deinterlaced(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:
+    """Make full frames (bwdif), one for each frame and at its time; needs one frame of look-ahead."""
+    graph: Graph | None = None
+    frames: deque[VideoFrame] = deque()
+
+    def finished() -> Iterator[VideoFrame]:
+        assert graph is not None
+        while frames:
+            try:
+                full = cast(VideoFrame, graph.pull())
+            except (av.error.BlockingIOError, av.error.EOFError):
+                return
+            frame = frames.popleft()
+            full.pts, full.duration, full.time_base = frame.pts, frame.duration, frame.time_base
+            yield full
+
+    for item in items:
+        if isinstance(item, Packet):
+            yield item
+            continue
+        if graph is None:
+            graph = Graph()
+            base = item.time_base or Fraction(1, 25)
+            source = graph.add_buffer(None, item.width, item.height, item.format, time_base=base)
+            graph.link_nodes(
+                source, graph.add("bwdif", "mode=send_frame"), graph.add("buffersink")
+            ).configure()
+        frames.append(item)
+        graph.push(item)
+        yield from finished()
+    if graph is not None:
+        graph.push(None)
+        yield from finished()
 
 
 def _times_sorted(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:

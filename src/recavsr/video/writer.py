@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +14,7 @@ import av
 import av.error
 from av.container import OutputContainer
 from av.packet import Packet
+from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
@@ -20,8 +22,9 @@ from recavsr.video.color import FromRgb
 from recavsr.video.formats import Container, Encoding
 from recavsr.video.frames import Frame, Stamp
 from recavsr.video.output import PendingOutput, write_error
+from recavsr.video.packet_log import PacketLog
 from recavsr.video.reader import Reader
-from recavsr.video.streams import StreamCopier, kept_tags, shifted_chapters, split_streams
+from recavsr.video.streams import StreamCopier, StreamPlan, kept_tags, plan_streams, shifted_chapters
 
 
 class Writer(Protocol):
@@ -32,8 +35,21 @@ class Writer(Protocol):
     def write(self, frame: Frame) -> None:
         """Take the next frame of the picture."""
 
+    def pass_over(self, stamp: Stamp) -> None:
+        """Take the next frame of the picture from what an earlier run encoded."""
+
     def copy(self, packet: Packet) -> None:
         """Take a packet of another stream."""
+
+    def mark(self) -> None:
+        """Close what later frames could build on: a later run can continue here."""
+
+    def sync(self) -> int:
+        """Bring everything up to the last mark to the disk; return the size of the log, for `resume`."""
+        ...
+
+    def resume(self, log_size: int) -> None:
+        """Continue what an earlier run left in the writer's folder; before the first frame."""
 
     def finish(self) -> None:
         """Complete the output and give it its name."""
@@ -45,7 +61,10 @@ class Writer(Protocol):
 
 
 class VideoWriter:
-    """Writes a video file (or standard output, if `path` is None) from a reader's frames and packets."""
+    """Writes a video file (or standard output, if `path` is None) from a reader's frames and packets.
+
+    With a `folder` the file is made there, and the encoded picture is logged beside it, to be resumed.
+    """
 
     def __init__(
         self,
@@ -57,18 +76,23 @@ class VideoWriter:
         sample_aspect: Fraction,
         *,
         overwrite: bool = False,
+        folder: Path | None = None,
     ) -> None:
         if path is None and sys.stdout.isatty():
             raise InputError("the output is a terminal: send it to a file or a pipe")
         self._name = "standard output" if path is None else str(path)
-        self._pending = None if path is None else PendingOutput(path, overwrite=overwrite)
+        self._pending = None if path is None else PendingOutput(path, overwrite=overwrite, place=folder)
+        self._log_path = None if folder is None else folder / "packets"
+        self._log: PacketLog | None = None
         self._reader = reader
         self._container = container
         self._encoding = encoding
         self._size = size
         self._sample_aspect = sample_aspect
         self._from_rgb = FromRgb(encoding.pixel_format, encoding.color)
+        self._encoder: VideoCodecContext | None = None
         self._durations: dict[int, int] = {}
+        self._last_dts: int | None = None
         self._count = 0
         self._output: OutputContainer | None = None
         self._done = False
@@ -79,19 +103,50 @@ class VideoWriter:
     def write(self, frame: Frame) -> None:
         """Encode one frame [H, W, 3]; the first one opens the file."""
         try:
-            stamp = frame.stamp
-            if not self._container.times:
-                stamp = Stamp(self._count, 1, 1 / self._reader.info.rate)
-            if self._output is None:
-                self._open(stamp)
+            stamp = self._next(frame.stamp)
+            if self._encoder is None:
+                self._encoder = self._new_encoder(stamp)
             picture = self._from_rgb(frame.pixels)
             picture.pts, picture.time_base = stamp.pts, stamp.time_base
             self._durations[stamp.pts] = stamp.duration
-            self._count += 1
-            self._mux(self._video.encode(picture))
+            self._take(self._encoder.encode(picture))
             self._copier.release(frame.stamp.end)
         except (av.error.FFmpegError, OSError) as error:
             raise write_error(self._name, error) from None
+
+    def pass_over(self, stamp: Stamp) -> None:
+        """Take a frame from the log: encoders give one packet a frame."""
+        assert self._log is not None
+        try:
+            self._next(stamp)
+            packet = self._log.read()
+            if packet is not None:
+                self._mux(packet)
+            self._copier.release(stamp.end)
+        except (av.error.FFmpegError, OSError) as error:
+            raise write_error(self._name, error) from None
+
+    def mark(self) -> None:
+        """Let the encoder finish; the next frame gets a new one, which knows nothing of the frames before."""
+        if self._encoder is not None:
+            try:
+                self._take(self._encoder.encode(None))
+            except (av.error.FFmpegError, OSError) as error:
+                raise write_error(self._name, error) from None
+            self._encoder = None
+
+    def sync(self) -> int:
+        """Bring the log to the disk and return its size."""
+        assert self._log is not None
+        return self._log.sync()
+
+    def resume(self, log_size: int) -> None:
+        """Open the log: the frames in its first `log_size` bytes will be passed over."""
+        if self._log_path is not None:
+            try:
+                self._log = PacketLog(self._log_path, log_size)
+            except OSError as error:
+                raise write_error(self._name, error) from None
 
     def copy(self, packet: Packet) -> None:
         """Take a packet of another stream of the source."""
@@ -100,8 +155,8 @@ class VideoWriter:
     def finish(self) -> None:
         """Write what is left and give the file its name."""
         assert self._output is not None, "no frame was written"
+        self.mark()
         try:
-            self._mux(self._video.encode(None))
             self._copier.release(self._reader.end)
             self._copier.drop_rest()
             self._output.close()
@@ -118,6 +173,9 @@ class VideoWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.close()
         if self._done:
             return
         if self._output is not None:
@@ -128,6 +186,15 @@ class VideoWriter:
 
     # -- opening ---------------------------------------------------------------------------------------
 
+    def _next(self, stamp: Stamp) -> Stamp:
+        """Count a frame, with the first one open the file; return its time in the file."""
+        if not self._container.times:
+            stamp = Stamp(self._count, 1, 1 / self._reader.info.rate)
+        if self._output is None:
+            self._open(stamp)
+        self._count += 1
+        return stamp
+
     def _open(self, first: Stamp) -> None:
         reader, container = self._reader, self._container
         options = dict(container.options)
@@ -135,19 +202,31 @@ class VideoWriter:
             options["flush_packets"] = "1"
         if container.muxer in ("mp4", "mov"):
             options["movie_timescale"] = str(_movie_timescale(first.time_base))
+        if self._encoding.library == "libsvtav1":
+            os.environ.setdefault("SVT_LOG", "1")  # errors only: it writes to stderr past every other switch
         target = "pipe:1" if self._pending is None else f"file:{self._pending.path}"
         output = av.open(target, "w", format=container.muxer, options=options)
         self._copier = StreamCopier(output)
-        copied: list[int] = []
+        others = StreamPlan((), (), (), ())
         if reader.container is not None:
-            copied, lost = split_streams(reader.info, reader.container, container)
-            self.warnings += lost
-        for index in sorted([*copied, reader.info.stream_index]):
+            others = plan_streams(reader.info, reader.container, container)
+            self.warnings += others.lost
+        for index in sorted([*others.copied, *others.converted, *others.attached, reader.info.stream_index]):
             if index == reader.info.stream_index:
                 self._video = self._add_video(output, first)
+                continue
+            assert reader.container is not None
+            template = reader.container.streams[index]
+            if index in others.copied:
+                self._copier.add(template)
+            elif index in others.attached:
+                if not self._copier.attach(template, self._early):
+                    self.warnings.append(
+                        f"cover picture {index} is left out: it was not found at the beginning"
+                    )
             else:
-                assert reader.container is not None
-                self._copier.add(reader.container.streams[index])
+                assert container.subtitles is not None
+                self._copier.convert(template, container.subtitles)
         output.metadata.update(kept_tags(reader.info.metadata))
         self._set_chapters(output)
         self._output = output
@@ -158,13 +237,28 @@ class VideoWriter:
 
     def _add_video(self, output: OutputContainer, first: Stamp) -> VideoStream:
         encoding, info = self._encoding, self._reader.info
-        height, width = self._size
         added = output.add_stream(
             encoding.library, rate=info.rate, options=dict(encoding.options), time_base=first.time_base
         )
         stream = cast(VideoStream, added)
-        context = stream.codec_context
-        context.width, context.height = width, height
+        self._configure(stream.codec_context, first)
+        stream.metadata.update(kept_tags(info.video_metadata))
+        self._encoder = stream.codec_context
+        return stream
+
+    def _new_encoder(self, first: Stamp) -> VideoCodecContext:
+        """Return an encoder like that of the file's stream, which has ended."""
+        encoder = cast(VideoCodecContext, av.CodecContext.create(self._encoding.library, "w"))
+        encoder.bit_rate = 0
+        encoder.flags = self._video.codec_context.flags
+        encoder.framerate = self._reader.info.rate
+        encoder.options = dict(self._encoding.options)
+        self._configure(encoder, first)
+        return encoder
+
+    def _configure(self, context: VideoCodecContext, first: Stamp) -> None:
+        encoding = self._encoding
+        context.height, context.width = self._size
         context.pix_fmt = encoding.pixel_format
         context.time_base = first.time_base
         context.sample_aspect_ratio = self._sample_aspect
@@ -172,8 +266,6 @@ class VideoWriter:
         context.color_primaries, context.color_trc = encoding.color.primaries, encoding.color.transfer
         if encoding.codec == "hevc" and self._container.muxer in ("mp4", "mov"):
             context.codec_tag = "hvc1"  # the tag that Apple's players want
-        stream.metadata.update(kept_tags(info.video_metadata))
-        return stream
 
     def _set_chapters(self, output: OutputContainer) -> None:
         reader = self._reader
@@ -185,12 +277,25 @@ class VideoWriter:
         else:
             self.warnings.append(f"{self._container.suffix} can't hold chapters, they are left out; .mkv can")
 
-    def _mux(self, packets: list[Packet]) -> None:
-        assert self._output is not None
+    def _take(self, packets: list[Packet]) -> None:
+        """Log and mux what the encoder gives."""
         for packet in packets:
             if packet.pts is not None:
                 packet.duration = self._durations.pop(packet.pts, packet.duration or 0)
-            self._output.mux(packet)
+            if self._log is not None:
+                self._log.append(packet)
+            self._mux(packet)
+
+    def _mux(self, packet: Packet) -> None:
+        assert self._output is not None
+        # A new encoder sets its first decoding times back by its delay, as it takes the frame rate to be. The
+        # times of the frames that its predecessor delayed are free: counting on from the last always fits.
+        if packet.dts is not None:
+            if self._last_dts is not None and packet.dts <= self._last_dts:
+                packet.dts = self._last_dts + 1
+            self._last_dts = packet.dts
+        packet.stream = self._video
+        self._output.mux(packet)
 
 
 def _movie_timescale(time_base: Fraction) -> int:

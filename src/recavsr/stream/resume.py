@@ -1,0 +1,197 @@
+"""Resume: what a run keeps beside its output, so that `--resume` goes on where a crash ended it.
+
+    .film.mp4.recavsr/          beside film.mp4, gone when film.mp4 is complete
+        run.json                what the run was asked for, and how far it had come at the last checkpoint
+        state-1200.safetensors  the session after 1200 frames
+        packets                 the encoded picture up to there (or `pictures/`)
+        output                  the file in the making
+
+Every `MARK_FRAMES` frames the encoder closes its group of pictures, in every run, so that a continued run
+gives the same frames as one in one piece; a checkpoint is saved there unless the last one is younger than
+`CHECKPOINT_SECONDS`. A continued run decodes its source from the beginning again, without using the model,
+muxes the packets that are there, and goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from safetensors import SafetensorError
+
+from recavsr.errors import InputError
+from recavsr.stream.session import Session
+from recavsr.stream.step import BlockModel
+from recavsr.video.output import sync, write_error
+from recavsr.video.source import Source
+from recavsr.video.writer import Writer
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs of one output at once go unnoticed there
+    fcntl = None  # type: ignore[assignment]
+
+CHECKPOINT_SECONDS = 20.0
+
+_EDGE_BYTES = 1 << 20
+
+
+class Work:
+    """The folder in which a run keeps what it has; without an output nothing is kept."""
+
+    def __init__(self, output: Path | None) -> None:
+        self._output = output
+        self.folder = None if output is None else work_folder(output)
+        self.frames = 0
+        """Frames that an earlier run finished."""
+        self.log_size = 0
+        self.kept: int | None = None
+        """Frames that are safe, or None before the first checkpoint."""
+        self._session: Path | None = None
+        self._facts: dict[str, Any] = {}
+        self._lock: IO[bytes] | None = None
+        self._saved_at = time.monotonic()
+
+    def begin(self, facts: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Make the folder, or take up the run that was kept in it.
+
+        `facts` is all that decides what the output holds. Raises InputError where an earlier run was kept and
+        is not to be continued, or can't be, because a fact has changed.
+        """
+        if self.folder is None:
+            return
+        self._facts = json.loads(json.dumps(facts))
+        run = self.folder / "run.json"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            self._take_lock()
+            known = json.loads(run.read_bytes()) if run.exists() else None
+            if known is None or (overwrite and not resume):
+                self._clear()
+                return
+        except OSError as error:
+            raise write_error(self.folder, error) from None
+        if not resume:
+            self.kept = known["frames"]
+            raise InputError(
+                f"{self._output}: an interrupted run of {known['frames']} frames is kept; "
+                "continue it with --resume, or start afresh with --overwrite"
+            )
+        self.kept = known["frames"]
+        self._refuse_changes(known["facts"])
+        self.frames, self.log_size = known["frames"], known["log_size"]
+        self._session = self.folder / known["state"]
+
+    def session(self, model: BlockModel) -> Session | None:
+        """Return the session as it was at the checkpoint, or None at the beginning of a run."""
+        return None if self._session is None else Session.load(self._session, model)
+
+    def save(self, session: Session, frames: int, writer: Writer) -> None:
+        """Save a checkpoint after `frames` frames, unless the last one is young."""
+        if self.folder is None or time.monotonic() - self._saved_at < CHECKPOINT_SECONDS:
+            return
+        state, run = self.folder / f"state-{frames}.safetensors", self.folder / "run.json"
+        try:
+            log_size = writer.sync()
+            session.save(state)
+            sync(state)
+            known = {"facts": self._facts, "frames": frames, "log_size": log_size, "state": state.name}
+            fresh = run.with_suffix(".new")
+            fresh.write_text(json.dumps(known), encoding="utf-8")
+            sync(fresh)
+            os.replace(fresh, run)
+            sync(self.folder)
+            if self._session is not None and self._session != state:
+                self._session.unlink(missing_ok=True)
+        except OSError as error:
+            raise write_error(state, error) from None
+        except SafetensorError as error:  # what it says of a full disk
+            raise InputError(f"{state}: can't be written ({error})") from None
+        self._session, self.kept, self._saved_at = state, frames, time.monotonic()
+
+    def finish(self) -> None:
+        """Note that the output is complete: nothing is kept."""
+        self.kept = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is None:
+            return
+        assert self.folder is not None
+        if self.kept is None:
+            # First what says that there is something to continue: the process may be killed half-way.
+            (self.folder / "run.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            (self.folder / "output").unlink(
+                missing_ok=True
+            )  # made anew from the packets, and the disk may be full
+        self._lock.close()
+
+    def _take_lock(self) -> None:
+        assert self.folder is not None
+        lock = open(self.folder / "lock", "wb")  # noqa: SIM115
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise InputError(f"{self._output}: another run is writing it just now") from None
+        self._lock = lock
+
+    def _clear(self) -> None:
+        """Remove what an earlier run left."""
+        assert self.folder is not None
+        (self.folder / "run.json").unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def _refuse_changes(self, known: dict[str, Any]) -> None:
+        for name in self._facts.keys() | known.keys():
+            before, now = known.get(name), self._facts.get(name)
+            if before != now:
+                how = f"was {before} and is now {now}" if _short(before) and _short(now) else "has changed"
+                raise InputError(
+                    f"{self._output}: the kept run can't be continued, its {name} {how}; "
+                    "use what it was begun with, or start afresh with --overwrite"
+                )
+
+
+def work_folder(output: Path) -> Path:
+    """Return where the work of an output is kept: hidden, beside it."""
+    place = Path(os.path.abspath(output))
+    return place.with_name(f".{place.name}.recavsr")
+
+
+def input_identity(source: Source) -> str:
+    """Return what shows that a source is another one: names, sizes, times, and the edges of a single file."""
+    digest = hashlib.sha256()
+    paths = source.pictures or (Path(source.name),)
+    for path in paths:
+        about = path.stat()
+        digest.update(
+            f"{path.name if source.pictures else ''}|{about.st_size}|{about.st_mtime_ns}\n".encode()
+        )
+    if not source.pictures:
+        with open(paths[0], "rb") as file:
+            digest.update(file.read(_EDGE_BYTES))
+            file.seek(max(0, paths[0].stat().st_size - _EDGE_BYTES))
+            digest.update(file.read(_EDGE_BYTES))
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, (str, int, float, type(None))) and len(str(value)) <= 40
