@@ -113,5 +113,5 @@ def test_the_table_of_worth() -> None:
     table = worth_table([row("nano", 30.0, 1.0), row("nano stateless", 29.75, 1.5)], "nano")
     (line,) = [line for line in table.splitlines() if "stateless" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["stateless", "-0.250", "+0.0000", "-", "1.000", "1.500", "-"]
+    assert cells == ["stateless", "-0.250", "+0.0000", "-", "1.000", "1.500", *"------"]
     assert set(VARIANTS) == {*FORGETTING, "zero-latents", "flipped-latents"}

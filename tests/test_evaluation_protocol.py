@@ -67,6 +67,23 @@ def test_truth_is_the_centre_of_the_first_frames(clip):
         protocol.read_truth(clip, replace(SMALL, frames=13))
 
 
+def test_what_comes_after_the_first_block_is_measured_by_itself():
+    truth = np.repeat(scene(1, 32, 32), 25, axis=0)
+    output = truth.copy()
+    output[:20] += 3  # frame 20, the first block's last, is right: no step where the second begins
+    pair = protocol.Pair("a", "mild", truth, truth[:, ::4, ::4])
+    early = protocol.measure(output, pair, SMALL, None) | protocol.measure_still(output)
+    assert early["psnr"] < 50 < early["later_psnr"] == pytest.approx(80)
+    assert early["later_td"] == early["later_flicker"] == early["later_still_flicker"] == 0 < early["td"]
+    output = truth.copy()
+    output[21:] += 2
+    late = protocol.measure(output, pair, SMALL, None)
+    assert late["later_psnr"] == pytest.approx(20 * np.log10(255 / 2), abs=0.01)
+    assert late["later_td"] == late["later_flicker"] == pytest.approx(2 / 4)
+    short = protocol.measure(output[:9], replace(pair, truth=truth[:9]), SMALL, None)
+    assert short["later_psnr"] is short["later_td"] is short["later_flicker"] is None
+
+
 def test_mild_is_blur_area_noise_and_jpeg():
     truth = scene(3, 64, 96)
     settings = replace(protocol.DEGRADATIONS["mild"], noise=0.0, jpeg=100)

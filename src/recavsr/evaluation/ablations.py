@@ -108,6 +108,7 @@ def worth_table(rows: Sequence[dict[str, Any]], model: str) -> str:
 
     `rows` are the protocol's; `model` is the whole one. PSNR, SSIM and LPIPS as differences to it, td and
     flicker as ratios: history that earns its keep shows as PSNR below 0 and flicker above 1 without it.
+    `later`: of the frames after the first block, which alone can gain by memory of blocks.
     """
     columns = (
         ("PSNR", "psnr", "+.3f"),
@@ -116,6 +117,11 @@ def worth_table(rows: Sequence[dict[str, Any]], model: str) -> str:
         ("td", "td", ".3f"),
         ("flicker", "flicker", ".3f"),
         ("still scene", "still_flicker", ".3f"),
+        ("later PSNR", "later_psnr", "+.3f"),
+        ("later LPIPS", "later_lpips", "+.4f"),
+        ("later td", "later_td", ".3f"),
+        ("later flicker", "later_flicker", ".3f"),
+        ("later still scene", "later_still_flicker", ".3f"),
     )
     means = {(row["degradation"], row["model"]): row for row in summarise(rows)}
     lines: list[str] = []

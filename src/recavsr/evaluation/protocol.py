@@ -254,20 +254,27 @@ def measure(output: Frames, pair: Pair, protocol: Protocol, lpips: LPIPS | None)
     truth = pair.truth
     if output.shape != truth.shape or output.dtype != np.uint8:
         raise ValueError(f"expected uint8 {truth.shape}, the model gave {output.dtype} {output.shape}")
-    td = metrics.td(output, truth)
+    psnr, td = metrics.psnr(output, truth), metrics.td(output, truth)
+    distances = None if lpips is None else lpips_frames(output, truth, lpips)
     flicker = metrics.static_flicker(output, truth)
+    first = metrics.FIRST_BLOCK_FRAMES
     niqe = metrics.niqe(output[:: protocol.niqe_every]) if protocol.niqe_every else np.array([np.nan])
     return {
-        "psnr": _finite(metrics.psnr(output, truth).mean()),
+        "psnr": _finite(psnr.mean()),
         "ssim": _finite(metrics.ssim(output, truth).mean()),
         "ssim_rgb": _finite(metrics.ssim(output, truth, "rgb").mean()),
-        "lpips": None if lpips is None else _finite(lpips_frames(output, truth, lpips).mean()),
+        "lpips": None if distances is None else _finite(distances.mean()),
         "niqe": _finite(niqe.mean()),
         "td": _finite(td.mean()),
         "td_latent_border": metrics.border_excess(td, "latent"),
         "td_block_border": metrics.border_excess(td, "block"),
         "flicker": flicker.change,
         "static_share": flicker.static_share,
+        # Of the frames that have blocks before them: what a stream remembers can help no others.
+        "later_psnr": _mean(psnr[first:]),
+        "later_lpips": None if distances is None else _mean(distances[first:]),
+        "later_td": _mean(td[first - 1 :]),
+        "later_flicker": metrics.static_flicker(output[first - 1 :], truth[first - 1 :]).change,
     }
 
 
@@ -278,6 +285,7 @@ def measure_still(output: Frames) -> dict[str, Any]:
     )
     return {
         "still_flicker": _finite(change.mean()),
+        "later_still_flicker": _mean(change[metrics.FIRST_BLOCK_FRAMES - 1 :]),
         "still_latent_border": metrics.border_excess(change, "latent"),
         "still_block_border": metrics.border_excess(change, "block"),
     }
@@ -292,6 +300,10 @@ def lpips_frames(output: Frames, truth: Frames, lpips: LPIPS) -> NDArray[np.floa
 
     with torch.inference_mode():
         return np.array([float(lpips(tensor(a), tensor(b))) for a, b in zip(output, truth)])
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return _finite(values.mean()) if len(values) else None
 
 
 def _finite(value: float) -> float | None:
