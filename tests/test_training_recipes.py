@@ -249,9 +249,9 @@ def test_weights_of_another_schedule_are_refused(debug_run: Path) -> None:
     model.load(debug_run / "joint_model")
     config = model.generator.config
     actions = config.schedule.actions
-    other = NanoTraining(
-        replace(config, schedule=replace(config.schedule, actions=(NO_HISTORY if actions[0] != NO_HISTORY else WINDOW, *actions[1:])))
-    )
+    first = WINDOW if actions[0] == NO_HISTORY else NO_HISTORY
+    schedule = replace(config.schedule, actions=(first, *actions[1:]))
+    other = NanoTraining(replace(config, schedule=schedule))
     for name in ("joint.safetensors", "joint_model"):
         with pytest.raises(InputError, match="was trained under the schedule"):
             other.load(debug_run / name)

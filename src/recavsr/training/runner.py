@@ -189,7 +189,7 @@ def _run_stage(
         settings = _settings(stage, objective, options)
         (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str) + "\n")
     checks = _check_batches(source, recipe.checks, objective)
-    objective.advance(0.0)
+    objective.advance(0.0)  # for both measurements: what changes over the stage changes the loss too
     before = fixed_losses(objective, checks, world)
     steps = train(
         objective,
@@ -202,7 +202,9 @@ def _run_stage(
         facts=facts_of(objective),
         say=say,
     )
+    objective.advance(0.0)
     after = fixed_losses(objective, checks, world)
+    objective.advance(1.0)
     stage.finish(objective, source, result, world)
     world.barrier()
     if world.leads:
