@@ -84,6 +84,11 @@ def test_c02_odd_sides_become_444(cases: Path, tmp_path: Path) -> None:
     assert np.abs(same).max() <= 3
 
 
+def test_c04_every_cut_is_found_and_nothing_else(cases: Path, tmp_path: Path) -> None:
+    assert run_identity(cases / "c04_cuts.mp4", tmp_path / "out.mp4").cuts == (31, 71, 74)
+    assert run_identity(cases / "c04_cuts.mp4", tmp_path / "off.mp4", cuts="off").cuts == ()
+
+
 @pytest.mark.parametrize(("name", "rate"), [("c06_2997", "30000/1001"), ("c06_23976", "24000/1001")])
 def test_c06_ntsc_rates_are_exact_over_a_minute(cases: Path, tmp_path: Path, name: str, rate: str) -> None:
     source, out = cases / f"{name}.mp4", tmp_path / "out.mp4"

@@ -61,9 +61,10 @@ def thumbnail(frame: np.ndarray) -> Thumbnail:
     samples = frame[::step, ::step]
     pool = min(pool, *samples.shape[:2])
     height, width = (side // pool for side in samples.shape[:2])
-    cells = samples[: height * pool, : width * pool].reshape(height, pool, width, pool, 3)
-    mean = cells.mean((1, 3), dtype=np.float32)
-    return mean * np.float32(255 / full_scale(frame.dtype))
+    total = np.zeros((height, width, 3), np.float32)
+    for y, x in np.ndindex(pool, pool):  # several times faster than a mean over a reshaped view
+        total += samples[y : height * pool : pool, x : width * pool : pool]
+    return total * np.float32(255 / (full_scale(frame.dtype) * pool * pool))
 
 
 def change(before: Thumbnail, after: Thumbnail) -> float:
