@@ -29,8 +29,8 @@ from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.presets import recavsr_5b
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.blocks import prepare_lr_frames
-from recavsr.stream.load import model_folder, random_model
-from recavsr.stream.step import block_noise
+from recavsr.stream.load import load, model_folder, random_model
+from recavsr.stream.step import BlockModel, block_noise
 
 PLAN = BlockPlan()
 
@@ -126,6 +126,26 @@ def layer_errors(generator: FoldedGenerator, prompt: Tensor, frames: Tensor) -> 
     }
 
 
+def frames_of(model: BlockModel, frames: Tensor, blocks: int) -> Tensor:
+    """Return the SR frames of a clip, clamped to [-1, 1]."""
+    state, out = model.start(*frames.shape[3:]), []
+    for index in range(blocks):
+        first = PLAN.first_frame(index)
+        state, made = model.step(state, frames[:, :, first : first + PLAN.frames(index)])
+        out.append(made.clamp(-1, 1))
+    return torch.cat(out, dim=2)
+
+
+def rgb_decibels(name: str, frames: Tensor, blocks: int) -> dict[str, float]:
+    """Return the PSNR of the whole model's frames in each precision against float32."""
+    exact = frames_of(load(name, device="cpu", precision="fp32"), frames, blocks)
+    found = {}
+    for precision in ("bf16", "fp8"):
+        made = frames_of(load(name, device="cpu", precision=precision), frames, blocks)
+        found[precision] = round(float(10 * torch.log10(4 / (made - exact).square().mean())), 2)
+    return found
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measure, print, and write a result file where one is named."""
@@ -158,15 +178,23 @@ def main() -> None:
             own = prompt.bfloat16() if form == "plain bf16" else prompt
             made = roll_out(generator, own, frames, options.blocks)
             cuts = (slice(0, 1), slice(1, options.blocks // 2), slice(options.blocks // 2, None))
-            errors = [round(relative(made[cut], exact[cut]), 6) for cut in cuts]
+            errors = [float(f"{relative(made[cut], exact[cut]):.4g}") for cut in cuts]
             rows[f"{form}, weights {weights}"] = errors
             print(f"{form:12}  weights {weights:28}", *errors, flush=True)
     layers = layer_errors(fold(config, source, prompt, torch.float32), prompt, frames)
     for kind, values in layers.items():
         print(f"{kind:28}", values)
+    decibels = {} if options.model == "wide" else rgb_decibels(options.model, frames, options.blocks)
+    print("PSNR of the frames against float32, dB:", decibels)
     if options.output:
         about = {"environment": environment(), "model": options.model, "blocks": options.blocks}
-        result = {**about, "size": [height, width], "latent_errors": rows, "layer_errors": layers}
+        result = {
+            **about,
+            "size": [height, width],
+            "latent_errors": rows,
+            "layer_errors": layers,
+            "rgb_db": decibels,
+        }
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

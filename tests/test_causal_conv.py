@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory, Method
-from recavsr.models.lr_projector import LRProjector, LRProjectorState, unshuffle_frames
+from recavsr.models.lr_projector import (
+    LRProjector,
+    LRProjectorState,
+    _unshuffle_channels_last,
+    unshuffle_frames,
+)
 from tiny import one_thread
 
 
@@ -125,9 +130,10 @@ def test_projector_in_bfloat16_is_near_float32(projector: LRProjector) -> None:
     assert error < 0.01
 
 
-def test_unshuffle_order_is_channel_row_column() -> None:
+@pytest.mark.parametrize("unshuffle", [unshuffle_frames, _unshuffle_channels_last])
+def test_unshuffle_order_is_channel_row_column(unshuffle: Callable[[Tensor, int], Tensor]) -> None:
     x = torch.arange(2 * 3 * 4 * 6.0).view(1, 2, 3, 4, 6)
-    out = unshuffle_frames(x, 2)
+    out = unshuffle(x, 2)
     assert out.shape == (1, 8, 3, 2, 3)
     for channel in range(2):
         for row in range(2):

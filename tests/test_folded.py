@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recavsr.errors import InputError
@@ -149,8 +150,6 @@ def test_a_folder_loads_folded_in_bfloat16_and_plain_in_float32(plain: Generator
 
 
 def test_a_folder_that_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in folder.iterdir():
@@ -160,4 +159,15 @@ def test_a_folder_that_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> 
     save_file(tensors, broken / "transformer.safetensors")
     opened = ModelFolder.open(broken)
     with pytest.raises(InputError, match=r"missing blocks\.2\.attn1\.to_q\.weight"):
+        opened.load_folded(opened.load_prompt(), torch.bfloat16)
+
+
+def test_a_folder_with_unmerged_lora_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "transformer.safetensors")
+    tensors["blocks.0.attn1.to_q.lora_A.weight"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "transformer.safetensors")
+    opened = ModelFolder.open(tmp_path)
+    with pytest.raises(InputError, match="LoRA"):
         opened.load_folded(opened.load_prompt(), torch.bfloat16)

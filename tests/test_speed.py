@@ -145,6 +145,15 @@ def test_a_whole_run(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.get("memory") == memory
 
 
+def test_the_transformer_of_diffusers_runs_at_our_shapes() -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed (extra `wan`)")
+    model = random_model("tiny", GENERATOR, DECODER, 3, device="cpu", precision="fp32")
+    time_of_block = speed.diffusers_baseline(GENERATOR, (32, 48), model)
+    assert time_of_block is not None
+    assert time_of_block > 0
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_the_module_needs_no_command_line_and_no_pyav() -> None:
     code = "import sys, recavsr.evaluation.speed; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -69,7 +69,10 @@ class LRProjector(nn.Module):
 def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
     """Pixel-unshuffle every frame: [B, C, F, H, W] -> [B, C f f, F, H/f, W/f], order (c, row, column)."""
     if frames.is_cuda:  # the convolutions there read channels last
-        cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
-        cells = cells.permute(0, 2, 3, 5, 1, 4, 6).flatten(4)
-        return cells.permute(0, 4, 1, 2, 3)
+        return _unshuffle_channels_last(frames, factor)
     return F.pixel_unshuffle(frames.transpose(1, 2), factor).transpose(1, 2)
+
+
+def _unshuffle_channels_last(frames: Tensor, factor: int) -> Tensor:
+    cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
+    return cells.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).permute(0, 4, 1, 2, 3)

@@ -150,7 +150,9 @@ class ModelFolder:
         path = self.path / "transformer.safetensors"
         with torch.device("meta"):
             plain = Generator(self.generator)
-        shapes = {generator_name(name): shape for name, shape in read_shapes(path).items()}
+        found = read_shapes(path)
+        _refuse_lora(found, path)
+        shapes = {generator_name(name): shape for name, shape in found.items()}
         _compare(plain, shapes, path, released_generator_name)
         with safe_open(str(path), framework="pt", device=str(prompt.device)) as file:
 
@@ -212,9 +214,7 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
     """Return the shape of every tensor in a safetensors file."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            names = list(file.keys())
-            _refuse_lora(names, path)
-            return {name: list(file.get_slice(name).get_shape()) for name in names}
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} can not be read as safetensors: {error}") from error
 
