@@ -41,7 +41,7 @@ def recompute_vae_blocks(decoder: nn.Module) -> None:
 
     for block in decoder.modules():
         if isinstance(block, WanResidualBlock):
-            block.forward = partial(_with_lists, block.forward)
+            block.forward = partial(_with_lists, block.forward)  # type: ignore[method-assign]
 
 
 def _with_lists(forward: Callable[..., Any], x: Any, feat_cache: list[Any], feat_idx: list[int]) -> Any:
