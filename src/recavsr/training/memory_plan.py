@@ -289,7 +289,7 @@ def msq_parameters(features: int) -> int:
     norm_and_projection = 2 * features + features * w + w
     attention = MSQ_QUERIES * w + 2 * (w * w + w) + w * w + w
     feed_forward = 2 * w + 8 * w * w + 5 * w
-    return len(MSQ_LAYERS) * (norm_and_projection + attention + feed_forward + 2 * w + w + 1)
+    return len(MSQ_LAYERS) * (norm_and_projection + attention + feed_forward + 2 * w)
 
 
 def _states(setup: TrainingSetup, count: ParameterCount, *, average: bool) -> dict[str, int]:
