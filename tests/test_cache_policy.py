@@ -36,7 +36,7 @@ def held_after(action: CacheAction, blocks: int) -> tuple[int, ...]:
 
 
 def test_the_papers_account() -> None:
-    """Appendix D.3 at 704 x 1280: 22 x 40 tokens, width 3072, bfloat16."""
+    """Appendix C.3 at 704 x 1280: 22 x 40 tokens, width 3072, bfloat16."""
     cost = account(PAPER_SCHEDULE, tokens_per_latent=22 * 40, width=3072)
     assert (cost.layers, cost.slots, cost.uniform_slots) == (30, 66, 120)
     assert cost.mean_slots == pytest.approx(2.2)

@@ -287,7 +287,7 @@ def test_losses_between_frames_are_refused() -> None:
 
 
 def test_the_papers_numbers() -> None:
-    """Appendix C of the paper, line by line."""
+    """Appendix B of the paper, line by line."""
     made = {name: recipes.RECIPES[f"paper_5b_{name}"]() for name in NAMES}
     steps = {name: recipe.stages[0].run.steps for name, recipe in made.items()}
     assert steps == {"adaptation": 70_000, "routing": 30_000, "stage2": 10_000, "decoder": 500_000}

@@ -1,6 +1,6 @@
 """What each layer remembers: actions, the anchor rule, schedules and their cost. No torch here.
 
-Paper, Sec. 3.1 and Appendix B.2, C.1, D.3: the candidate actions are no history, a recent window
+Paper, Sec. 3.1 and Appendix A.2, B.1, C.3: the candidate actions are no history, a recent window
 `W_r`, anchors `A`, and both. Positions are absolute latent indices of a stream.
 """
 
@@ -18,7 +18,7 @@ from recavsr.errors import InputError
 class AnchorRule:
     """Which positions are anchors: `first + stride * m`, of which the latest `capacity` are kept.
 
-    The paper's rule is 5 + 6m with capacity 2 (Appendix C.1).
+    The paper's rule is 5 + 6m with capacity 2 (Appendix B.1).
     """
 
     capacity: int = 2
@@ -90,7 +90,7 @@ PAPER_ACTIONS: tuple[CacheAction, ...] = (
     CacheAction(2, anchors=True),
     CacheAction(4, anchors=True),
 )
-"""The router's seven candidates (Appendix C.1)."""
+"""The router's seven candidates (Appendix B.1)."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def route_table(schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class HistoryAccount:
-    """What a schedule reserves at one size (Appendix D.3)."""
+    """What a schedule reserves at one size (Appendix C.3)."""
 
     layers: int
     tokens_per_latent: int

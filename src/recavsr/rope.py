@@ -64,7 +64,7 @@ def rotation_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device:
     """Return exp(i angle) as [N, T, channels // 2, 2] float32 (real, imaginary).
 
     Angles are reduced modulo 2 pi in float64, so position 10^6 is as exact as position 0: rotating
-    queries and keys by absolute positions equals the paper's advancing time origin (Appendix B.2),
+    queries and keys by absolute positions equals the paper's advancing time origin (Appendix A.2),
     since only differences of angles enter a score.
     """
     angle = grid_angles(times, grid, split)

@@ -253,7 +253,7 @@ class Generator(nn.Module):
         plan: BlockPlan,
         visibility: Sequence[Visibility] | None = None,
     ) -> Tensor:
-        """Predict all blocks of a clip at once, each from what it may see (Stage 1, Appendix C.2).
+        """Predict all blocks of a clip at once, each from what it may see (Stage 1, Appendix B.2).
 
         `noisy` and `recycled` are [B, C, T, H, W]; `recycled` holds for each block the latents of the
         block before (see `teacher_forced_recycled`). `visibility` gives for each layer the history of

@@ -1,4 +1,4 @@
-"""The keys and values that one layer keeps of earlier blocks (paper, Appendix B.2)."""
+"""The keys and values that one layer keeps of earlier blocks (paper, Appendix A.2)."""
 
 from __future__ import annotations
 

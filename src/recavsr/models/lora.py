@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers (LoRA): attach, train, merge, save (paper, Appendix C.1, C.2).
+"""Low-rank adapters of linear layers (LoRA): attach, train, merge, save (paper, Appendix B.1, B.2).
 
     W x + b  becomes  W x + b + (alpha / rank) B (A x),   A [rank, in], B [out, rank]
 

@@ -1,4 +1,4 @@
-"""Causal LR projector: LR frames become conditioning tokens (paper, Appendix B.1; after FlashVSR)."""
+"""Causal LR projector: LR frames become conditioning tokens (paper, Appendix A.1; after FlashVSR)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LR frames in, block by block: upsampling, padding, quantising (paper, Appendix B.1, B.4).
+"""LR frames in, block by block: upsampling, padding, quantising (paper, Appendix A.1, A.4).
 
 Pictures outside are numpy [N, H, W, 3] RGB, uint8 or uint16 (full scale); inside they are torch
 [1, 3, F, H, W] in [-1, 1].

@@ -1,4 +1,4 @@
-"""Training of the LR-conditioned FlashDecoder on HQ latents and paired LR frames (paper, Appendix C.4).
+"""Training of the LR-conditioned FlashDecoder on HQ latents and paired LR frames (paper, Appendix B.4).
 
 Shapes: B batch, T latents, F = 4 T - 3 frames.
 """

@@ -1,4 +1,4 @@
-"""Flow matching: the path from latents to noise, its times and its loss (paper, Appendix C.2).
+"""Flow matching: the path from latents to noise, its times and its loss (paper, Appendix B.2).
 
 Shapes: latents are [B, C, T, H, W], times [B] in [0, 1]: 0 is clean, 1 is pure noise.
 """

@@ -240,7 +240,7 @@ def generator_stage() -> Stage:
 
 
 def teacher_stage() -> Stage:
-    """Generator alone, all blocks at once, given the true latents of the block before (Appendix C.2).
+    """Generator alone, all blocks at once, given the true latents of the block before (Appendix B.2).
 
     With truth to look back on, looking back pays at once; self-rollout then has a reason to go on.
     """

@@ -100,7 +100,7 @@ class NanoStage2(Stage2Objective):
 
 
 class NanoDecoder(DecoderObjective):
-    """Decoder training (Appendix C.4): nano's decoder on the latents of its own encoder, which rests."""
+    """Decoder training (Appendix B.4): nano's decoder on the latents of its own encoder, which rests."""
 
     def __init__(
         self, nano: NanoTraining, distance: PerceptualDistance | None, settings: DecoderSettings

@@ -1,4 +1,4 @@
-"""Sequential self-rollout through the same `step` as inference (paper, Sec. 3.2, Appendix C.3)."""
+"""Sequential self-rollout through the same `step` as inference (paper, Sec. 3.2, Appendix B.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache router: learns which history each layer keeps (paper, Sec. 3.1, Appendix C.1, C.2).
+"""The cache router: learns which history each layer keeps (paper, Sec. 3.1, Appendix B.1, B.2).
 
 Shapes: L layers, A candidate actions, K latents of a block's history.
 """

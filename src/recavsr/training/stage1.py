@@ -1,6 +1,6 @@
 """Stage 1: the generator learns super-resolution, then the router learns its cache route.
 
-Paper, Sec. 3.1 and Appendix C.2. All blocks of a clip are computed at once, each given the clean
+Paper, Sec. 3.1 and Appendix B.2. All blocks of a clip are computed at once, each given the clean
 latents of the block before it. In the first phase, adaptation, every layer sees the same fixed
 history. In the second, route learning, a router's soft prior weighs all candidate histories, and a
 budget and an entropy term lead it to one action a layer.

@@ -1,4 +1,4 @@
-"""Stage 2: one-step adversarial training by self-rollout (paper, Sec. 3.2, Appendix C.3).
+"""Stage 2: one-step adversarial training by self-rollout (paper, Sec. 3.2, Appendix B.3).
 
 A clip is generated block by block under the exported schedule; the MSQ discriminator compares it with
 the HQ latents, and latents and decoded frames are compared with the truth.
