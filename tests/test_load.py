@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from recavsr.errors import InputError
+from recavsr.fp8 import FP8Linear
+from recavsr.stream.engine import upscale
 from recavsr.stream.load import load, model_folder
+from recavsr.stream.step import ReCaVSR
+from recavsr.video.clips import write_clip
 
 
 @pytest.mark.parametrize("name", ["identity", "nano"])
@@ -42,3 +47,22 @@ def test_nano_comes_with_the_package() -> None:
     assert frames.shape == (1, 3, 5, 64, 96)
     assert frames.dtype == torch.float32
     assert frames.isfinite().all()
+
+
+def test_fp8_rounds_the_large_layers_of_the_generator() -> None:
+    model = load("nano", device="cpu", precision="fp8")
+    assert isinstance(model, ReCaVSR)
+    kinds = [type(layer) for layer in model.generator.modules()]
+    assert kinds.count(FP8Linear) == 6 * model.generator.config.layers
+    assert not any(isinstance(layer, FP8Linear) for layer in model.decoder.modules())
+
+
+def test_fp8_where_there_is_none_is_bf16_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("recavsr.stream.load.why_no_fp8", lambda device: "Old Card has no float8 products")
+    with pytest.warns(UserWarning, match="bf16 used: Old Card"):
+        model = load("nano", device="cpu", precision="fp8")
+    assert isinstance(model, ReCaVSR)
+    assert not any(isinstance(layer, FP8Linear) for layer in model.generator.modules())
+    write_clip(tmp_path / "in.mp4", np.zeros((1, 16, 16, 3), np.uint8), 25)
+    report = upscale(tmp_path / "in.mp4", tmp_path / "out.mp4", device="cpu", precision="fp8")
+    assert any("Old Card" in warning for warning in report.warnings)
