@@ -179,6 +179,7 @@ def convert_wan(source: str | Path, output: str | Path, options: StartOptions | 
         "vae.safetensors": _account(vae, vae_shapes, frozenset()),
     }
     pending = PendingFiles(output, create=not output.exists())
+    pending.path.mkdir(exist_ok=True)
     try:
         with TensorWriter(pending.path / "transformer.safetensors", shapes, options.dtype) as writer:
             _copy(transformer, writer)

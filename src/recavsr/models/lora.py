@@ -240,6 +240,7 @@ def merge_into_folder(model: str | Path, adapters: str | Path, output: str | Pat
     layers = len(list(adapted(generator)))
     tensors = {released_generator_name(n): t for n, t in merge(generator).state_dict().items()}
     pending = PendingFiles(output, create=not output.exists())
+    pending.path.mkdir(exist_ok=True)
     try:
         file = pending.path / "transformer.safetensors"
         with TensorWriter(file, {n: t.shape for n, t in tensors.items()}, dtype) as writer:
