@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
 from recavsr.geometry import Grid
+from recavsr.rope import AxisSplit, rotate, rotation_table
 
 CPU = torch.device("cpu")
 MINUS = float("-inf")
@@ -186,3 +187,16 @@ def test_a_plan_of_another_grid_is_refused() -> None:
     query, key, value = inputs(Grid(4, 4))
     with pytest.raises(ValueError, match="20 cells, not 16"):
         windowed_attention(query, key, value, plan_window(Grid(4, 5), SpatialWindow(2, 2), CPU))
+
+
+def test_a_plan_made_in_inference_mode_serves_training() -> None:
+    """Plans and rotations are kept: who upscales first and trains then must not meet inference tensors."""
+    grid, split = Grid(9, 11), AxisSplit.wan(32)
+    with torch.inference_mode():
+        plan = plan_window(grid, SpatialWindow(4, 6, border="cut"), torch.device("cpu"))
+        table = rotation_table((3, 4), grid, split, torch.device("cpu"))
+    x = torch.randn(1, grid.cells, 2, 3, 32, requires_grad=True)
+    turned = rotate(x, table).permute(0, 3, 1, 2, 4)
+    windowed_attention(turned[:, :, :, :, None], turned, turned, plan).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()

@@ -90,6 +90,7 @@ class WindowPlan:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # kept for training steps that may follow in the same process
 def plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> WindowPlan:
     """Lay a window over a grid."""
     return WindowPlan(grid.cells, None if window.covers(grid) else _make_tiling(grid, window, device))

@@ -60,6 +60,7 @@ def grid_angles(times: Sequence[int], grid: Grid, split: AxisSplit) -> Tensor:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # kept for training steps that may follow in the same process
 def rotation_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
     """Return exp(i angle) as [N, T, channels // 2, 2] float32 (real, imaginary).
 
