@@ -42,6 +42,7 @@ from recavsr.training.flow_matching import TIMESTEPS, flow_matching_loss, logit_
 from recavsr.training.memory_plan import MemoryPlan, TrainingSetup, msq_layers, plan_stage1, plan_stage2
 from recavsr.training.recompute import recompute_layers, recompute_steps
 from recavsr.training.rollout import roll_out
+from recavsr.training.stage2 import trained_parameters
 
 STAGE1_SCOPE = CacheAction(6)
 ROOM = 0.88  # share of a card that the counted plan may fill, where the number of layers is chosen
@@ -108,11 +109,6 @@ def spread(world: World, network: nn.Module, layers: nn.ModuleList) -> None:
             methods=("forward", "condition", "step"),
             outputs=(Condition, LayerCondition),
         )
-
-
-def trained(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require gradients."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 Update = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -182,13 +178,13 @@ def stage2(
             adversarial = generator_loss(logit(of_real), logit(of_fake))
         yield "generator", F.mse_loss(fake, real) + 0.1 * adversarial
 
-    return update, optimizers, [p.detach().clone() for p in trained(generator)]
+    return update, optimizers, [p.detach().clone() for p in trained_parameters(generator)]
 
 
 def adamw(module: nn.Module, rate: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
     """Return the paper's optimiser over what is trained of a module."""
     # Fused: the plain forms make temporary copies of all parameters.
-    return torch.optim.AdamW(trained(module), rate, betas, weight_decay=1e-4, fused=True)
+    return torch.optim.AdamW(trained_parameters(module), rate, betas, weight_decay=1e-4, fused=True)
 
 
 def measure(stage: int, setup: TrainingSetup, world: World, repeats: int) -> dict[str, Any]:

@@ -130,3 +130,11 @@ def make_clip(
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
     return path
+
+
+def drawn(seed: int, shift: float = 0.0) -> np.ndarray:
+    """A picture of waves, uint8 [270, 300, 3], moved to the left by `shift` wavelengths."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:270, :300] / 40.0
+    waves = [np.sin(a * (x + shift) + b * y) * np.cos(c * y) for a, b, c in rng.uniform(1, 6, (3, 3))]
+    return (128 + 100 * np.stack(waves, -1)).astype(np.uint8)

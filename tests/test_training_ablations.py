@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from media import drawn
 from recavsr.cache_policy import CacheAction, Schedule
 from recavsr.data.clips import ClipSource
 from recavsr.data.pack import build_pack
@@ -46,14 +47,6 @@ TOY = Micro(
 def threads() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def drawn(seed: int, shift: float = 0.0) -> np.ndarray:
-    """A picture of waves, uint8 [270, 300, 3], moved to the left by `shift` wavelengths."""
-    rng = np.random.default_rng(seed)
-    y, x = np.mgrid[:270, :300] / 40.0
-    waves = [np.sin(a * (x + shift) + b * y) * np.cos(c * y) for a, b, c in rng.uniform(1, 6, (3, 3))]
-    return (128 + 100 * np.stack(waves, -1)).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import cv2
-import numpy as np
 import pytest
 import torch
 
+from media import drawn
 from recavsr.cache_policy import CacheAction
 from recavsr.cli.main import run
 from recavsr.data.clips import ClipSource
@@ -38,14 +38,6 @@ NO_HISTORY, WINDOW = CacheAction(), CacheAction(recent=2)
 def threads() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def drawn(seed: int, shift: float = 0.0) -> np.ndarray:
-    """A picture of waves, uint8 [270, 300, 3], moved to the left by `shift` wavelengths."""
-    rng = np.random.default_rng(seed)
-    y, x = np.mgrid[:270, :300] / 40.0
-    waves = [np.sin(a * (x + shift) + b * y) * np.cos(c * y) for a, b, c in rng.uniform(1, 6, (3, 3))]
-    return (128 + 100 * np.stack(waves, -1)).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,12 @@ from safetensors.torch import save_file
 
 from recavsr.errors import InputError
 from recavsr.models.wan_vae import WanVAE
+from recavsr.training.paper import TINY_VAE
 
 pytest.importorskip("diffusers", reason="needs the extra wan")
 
 TINY = {
-    "base_dim": 8,
-    "decoder_base_dim": 8,
-    "z_dim": 48,
-    "dim_mult": [1, 1, 1, 1],
-    "num_res_blocks": 1,
-    "temperal_downsample": [False, True, True],
-    "is_residual": True,
-    "in_channels": 12,
-    "out_channels": 12,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-    "scale_factor_temporal": 4,
+    **TINY_VAE,
     "clip_output": False,
     "latents_mean": [0.1 * i for i in range(48)],
     "latents_std": [1.0 + 0.1 * i for i in range(48)],

@@ -8,7 +8,7 @@ budget and an entropy term lead it to one action a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,8 @@ from recavsr.models.generator import Generator, teacher_forced_recycled
 from recavsr.models.visibility import Visibility, schedule_visibility
 from recavsr.training.flow_matching import TIMESTEPS, flow_matching_loss, logit_normal_times, noised
 from recavsr.training.objective import Batch, BatchSettings, Losses, OptimizerSettings, Player
+from recavsr.training.rollout import Encode
 from recavsr.training.router import CacheRouter, entropy
-
-Encode = Callable[[Tensor], Tensor]
-"""HQ frames [B, 3, 4 T - 3, H, W] in [-1, 1] to normalised latents [B, C, T, h, w]; frozen."""
 
 
 class Stage1Model(nn.Module):
