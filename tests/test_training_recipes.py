@@ -188,6 +188,13 @@ def test_bad_commands(arguments: list[str], said: str, capsys: pytest.CaptureFix
     assert said in capsys.readouterr().err
 
 
+def test_a_folder_without_data_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run"
+    assert run(["train", "nano_debug", "--data", str(tmp_path), "--out", str(out), "--device", "cpu"]) == 2
+    assert "holds no training data" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def smaller_debug() -> recipes.Recipe:
     """nano_debug on crops of 32 pixels."""
     made = recipes.nano_debug()

@@ -113,8 +113,8 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = True
         tell = say if world.leads else _silent
-        options.out.mkdir(parents=True, exist_ok=True)
         with _open_data(recipe, options, world, tell) as source_of:
+            options.out.mkdir(parents=True, exist_ok=True)  # not before the data is known to be usable
             train_stages(recipe, options, world, source_of, tell)
 
 
