@@ -397,13 +397,14 @@ def test_noise_and_hard_lr_frames_fall_on_their_share() -> None:
     assert deviations.gt(0).float().mean().item() == pytest.approx(0.5, abs=0.1)
     assert deviations[deviations > 0].mean().item() == pytest.approx(0.3, rel=0.02)
     frames = torch.rand(300, 3, 1, 32, 32)
-    given = with_hard_share(frames, 0.4)
+    given, hard = with_hard_share(frames, 0.4)
     changed = given.ne(frames).flatten(1).any(1)
+    assert torch.equal(changed, hard.flatten())
     assert changed.float().mean().item() == pytest.approx(0.4, abs=0.1)
     flat = given[changed].flatten(1)
     assert flat.std(1).mean() < 0.05  # nothing but the mean of 16 x 16 pixels is left
     assert torch.allclose(flat.mean(1), frames[changed].flatten(1).mean(1), atol=0.02)
-    assert with_hard_share(frames, 0.0) is frames
+    assert with_hard_share(frames, 0.0)[0] is frames
     assert with_noise(frames, 0.0) is frames
 
 

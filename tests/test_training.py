@@ -191,6 +191,20 @@ def test_latent_statistics_penalty() -> None:
     assert latent_statistics_penalty(3 * normal).item() == pytest.approx(4, abs=0.1)
 
 
+def test_a_soft_loss_of_still_pixels_wants_changes_spread_out() -> None:
+    target = torch.zeros(1, 3, 9, 4, 4)
+    pulse, ramp = target.clone(), target.clone()
+    pulse[:, :, 4:] = 0.02
+    ramp += 0.02 * (torch.arange(9) / 4).clamp(max=1).view(9, 1, 1)
+    hard = [float(temporal_difference(x, target, 4.0)) for x in (pulse, ramp)]
+    soft = [float(temporal_difference(x, target, 4.0, still_softness=0.02)) for x in (pulse, ramp)]
+    assert hard[1] / hard[0] > 0.8
+    assert soft[1] / soft[0] < 0.6
+    # of the pulse's one change of 8: the plain part, and 4 times sqrt(.02^2 + .02^2) - .02
+    wanted = (0.020025 + 7e-3 + 4 * (8e-4**0.5 - 0.02)) / 8
+    assert soft[0] == pytest.approx(wanted, rel=1e-3)
+
+
 def test_differences_across_latent_borders_count_more() -> None:
     target = torch.zeros(1, 3, 9, 4, 4)
     inside, across = target.clone(), target.clone()

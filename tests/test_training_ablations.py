@@ -143,7 +143,7 @@ def test_the_other_variants_start_from_what_is_given(start: Path) -> None:
 def test_costs() -> None:
     uniform = cost(replace(nano(), schedule=Schedule.uniform(6, CacheAction(2))))
     assert (uniform["slots"], uniform["history_latents"]) == (12, 12)
-    assert uniform["history_bytes"] == 12 * 2 * (68 * 120) * 256 * 2
+    assert uniform["history_bytes"] == 12 * 2 * (34 * 60) * 256 * 2
     # Anchors inside the recent window count once: W4+A holds 4 recent latents and 1 or 2 anchors before them.
     both = cost(replace(nano(), schedule=Schedule.uniform(6, CacheAction(4, anchors=True))))
     assert both["slots"] == 36

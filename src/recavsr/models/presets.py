@@ -38,7 +38,7 @@ NANO_SCHEDULE = Schedule(
 
 
 def nano() -> GeneratorConfig:
-    """Return nano's generator: one token a latent cell (16 pixels), windows shared by 4 x 4 tokens."""
+    """Return nano's generator: tokens of 32 pixels as the 5B's, windows shared by 4 x 4 tokens."""
     return GeneratorConfig(
         layers=6,
         heads=4,
@@ -48,7 +48,6 @@ def nano() -> GeneratorConfig:
         lr_hidden=(48, 256),
         schedule=NANO_SCHEDULE,
         window=SpatialWindow(8, 8, stride=4),
-        patch=1,
     )
 
 

@@ -64,7 +64,7 @@ class DecoderObjective:
         settings, hq = self.settings, batch.hq
         with torch.no_grad():
             latents = with_noise(self.encode(hq).float(), settings.latent_noise)
-            lr = with_hard_share(batch.lr, settings.hard_lr_share)
+            lr, _ = with_hard_share(batch.lr, settings.hard_lr_share)
         blocks = split_blocks(latents, settings.plan)
         frames = decode_blocks(self.model, blocks, lr, settings.plan, checkpoint=settings.checkpoint)
         total, terms = settings.frames(frames, hq, batch.lr, self.distance, checkpoint=settings.checkpoint)
@@ -79,15 +79,14 @@ def with_noise(latents: Tensor, deviation: float) -> Tensor:
     return latents + noisy * deviation * torch.randn_like(latents)
 
 
-def with_hard_share(lr_frames: Tensor, share: float) -> Tensor:
+def with_hard_share(lr_frames: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Blur away a share of the LR clips [B, 3, F, H, W], drawn at random: only 1/16 of the rows stays.
 
-    A decoder that always has good LR frames learns to ignore its latents.
+    A decoder that always has good LR frames learns to ignore its latents. Also returns which clips
+    they are, [B, 1, 1, 1, 1].
     """
-    if not share:
-        return lr_frames
     hard = torch.rand(lr_frames.shape[0], 1, 1, 1, 1, device=lr_frames.device) < share
-    return torch.where(hard, _blurred(lr_frames), lr_frames)
+    return (torch.where(hard, _blurred(lr_frames), lr_frames) if share else lr_frames), hard
 
 
 def _blurred(lr_frames: Tensor) -> Tensor:

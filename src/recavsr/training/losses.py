@@ -34,20 +34,29 @@ def pixel_loss(kind: PixelLoss, frames: Tensor, target: Tensor) -> Tensor:
 
 
 def temporal_difference(
-    frames: Tensor, target: Tensor, still_weight: float = 0.0, border_weight: float = 0.0
+    frames: Tensor,
+    target: Tensor,
+    still_weight: float = 0.0,
+    border_weight: float = 0.0,
+    still_softness: float = 1e-3,
 ) -> Tensor:
     """Return the smooth L1 of frame-to-frame differences: flicker and lag. Zero for single frames.
 
     Pixels whose target changes by less than 1/255 count `still_weight` times more: flicker is seen
     most where nothing moves, and is smallest there. Differences across a latent's border count
     `border_weight` times more: what is decoded latent by latent pulses there. The clip starts a stream.
+
+    Below `still_softness` the still pixels' extra part is quadratic. An L1 does not mind whether a change
+    comes at once or over four frames; a square does, and spreads what would pulse.
     """
     if frames.shape[2] == 1:
         return frames.new_zeros(())
     change = target.float().diff(dim=2)
     error = (frames.float().diff(dim=2) - change).square().add(1e-6).sqrt()
     if still_weight:
-        error = error * (1 + still_weight * (change.abs().amax(1, keepdim=True) < 2 / 255))
+        still = change.abs().amax(1, keepdim=True) < 2 / 255
+        flicker = (frames.float().diff(dim=2) - change).square().add(still_softness**2).sqrt()
+        error = error + still_weight * still * (flicker - still_softness)
     if border_weight:
         # Frame 0 is a latent of its own, then come four a latent: borders follow frames 0, 4, 8...
         borders = torch.arange(error.shape[2], device=error.device) % 4 == 0
@@ -106,6 +115,8 @@ class FrameLosses:
     """Of still pixels in these differences, beyond the others' (not in the paper)."""
     border_weight: float = 0.0
     """Of differences across latent borders, beyond the others' (not in the paper)."""
+    still_softness: float = 1e-3
+    """Below this the still pixels' part is quadratic."""
     perceptual_frames: int | None = None
     """Frames of a clip that the perceptual distance looks at, drawn anew each step; None: all."""
 
@@ -124,7 +135,9 @@ class FrameLosses:
         """
         terms = {
             "pixel": pixel_loss(self.pixel, frames, hq),
-            "difference": temporal_difference(frames, hq, self.still_weight, self.border_weight),
+            "difference": temporal_difference(
+                frames, hq, self.still_weight, self.border_weight, self.still_softness
+            ),
         }
         total = self.pixel_weight * terms["pixel"] + self.difference_weight * terms["difference"]
         if self.perceptual_weight and distance is not None:

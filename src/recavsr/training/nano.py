@@ -198,10 +198,12 @@ class Stage:
     latent_weight: float = 0.1
     difference_weight: float = 0.5
     still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
+    still_softness: float = 1e-3  # below this their part is quadratic
     border_weight: float = 0.0  # of differences across latent borders, beyond the others'
     perceptual_weight: float = 0.0
     hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
+    no_latent_share: float = 0.0  # autoencoder: of the samples with good LR, those decoded without latents
     plan: BlockPlan = PLAN  # of rollouts: a short first block leaves fewer latents without history
     later_weight: float = 0.0  # joint: of a second loss, that of the blocks after the first alone
     through_history: bool = False  # joint: gradients flow from a block into those before it
@@ -221,6 +223,7 @@ class Stage:
             difference_weight=self.difference_weight,
             still_weight=self.still_weight,
             border_weight=self.border_weight,
+            still_softness=self.still_softness,
             perceptual_frames=3,
         )
 
@@ -229,9 +232,14 @@ def _rate(learning_rate: float) -> OptimizerSettings:
     return OptimizerSettings(learning_rate, cool_down=0.4)
 
 
+def _steady(stage: Stage) -> Stage:
+    """Return the stage with weights against flicker of still pixels and a pulse at latent borders."""
+    return replace(stage, still_weight=16.0, still_softness=0.02, border_weight=1.0)
+
+
 def autoencoder_stage() -> Stage:
     """Encoder and LR-conditioned decoder on true latents; 9-frame clips."""
-    return Stage(latents=3, batch=32, optimizer=_rate(6e-4))
+    return Stage(latents=3, batch=32, optimizer=_rate(6e-4), no_latent_share=0.4)
 
 
 def generator_stage() -> Stage:
@@ -249,7 +257,7 @@ def teacher_stage() -> Stage:
 
 def joint_stage() -> Stage:
     """Generator and decoder together by RGB losses through self-rollout over 6 + 4 x 2 latents."""
-    return Stage(latents=14, batch=11, optimizer=_rate(3e-4), still_weight=4.0)
+    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4)))
 
 
 def polish_stage() -> Stage:
@@ -259,7 +267,7 @@ def polish_stage() -> Stage:
 
 def control_stage() -> Stage:
     """The control: the decoder alone on LR frames, its latents zero; same data and protocol."""
-    return Stage(latents=3, batch=32, optimizer=_rate(6e-4), still_weight=4.0)
+    return _steady(Stage(latents=3, batch=32, optimizer=_rate(6e-4)))
 
 
 def control_polish_stage() -> Stage:
@@ -272,9 +280,10 @@ def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         latents = model.encode(hq)
-        given = with_hard_share(lr, stage.hard_lr_share)
+        given, hard = with_hard_share(lr, stage.hard_lr_share)
         noisy = with_noise(latents, stage.latent_noise)
-        _, frames = model.decoder.step(model.decoder.start(), noisy, given)
+        dropped = ~hard & (torch.rand_like(hard, dtype=torch.float32) < stage.no_latent_share)
+        _, frames = model.decoder.step(model.decoder.start(), torch.where(dropped, 0, noisy), given)
         pixel, difference = charbonnier(frames, hq), temporal_difference(frames, hq)
         statistics = latent_statistics_penalty(latents)
         return {

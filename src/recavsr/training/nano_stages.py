@@ -15,8 +15,8 @@ from torch import Tensor
 from recavsr.geometry import BlockPlan
 from recavsr.training.decoder_stage import DecoderObjective, DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig, MSQDiscriminator
-from recavsr.training.losses import FrameLosses, PerceptualDistance
-from recavsr.training.nano import PLAN, NanoTraining
+from recavsr.training.losses import PerceptualDistance
+from recavsr.training.nano import PLAN, NanoTraining, polish_stage
 from recavsr.training.objective import Batch, BatchSettings, OptimizerSettings
 from recavsr.training.rollout import decode_blocks, roll_out, split_blocks
 from recavsr.training.stage1 import (
@@ -123,15 +123,15 @@ def decoder_settings() -> DecoderSettings:
     return DecoderSettings(
         batches=BatchSettings(clips=16, frames=17),
         optimizer=OptimizerSettings(6e-4, cool_down=0.4),
-        frames=FrameLosses("charbonnier", 0.06, difference_weight=0.5, still_weight=4.0, perceptual_frames=3),
+        frames=polish_stage().frame_losses,
     )
 
 
 def stage2_settings() -> Stage2Settings:
-    """Return the settings of nano's Stage 2: clips of 14 latents, still pixels as in the short form."""
+    """Return the settings of nano's Stage 2: clips of 14 latents, frame losses as in the short form."""
     settings = nano_stage2()
     return replace(
         settings,
         batches=BatchSettings(clips=11, frames=53),
-        frames=replace(settings.frames, still_weight=4.0, perceptual_weight=0.06),
+        frames=polish_stage().frame_losses,
     )

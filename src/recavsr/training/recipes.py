@@ -198,13 +198,17 @@ def _timed(seconds: float) -> RunSettings:
 
 
 def nano_full() -> Recipe:
-    """nano by the paper's stages, from encoder to adversarial self-rollout. 26 minutes on one large card."""
+    """nano: a decoder alone, latents added to it, then the paper's stages. 28 minutes on one large card."""
+    joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
-        nano_stage("autoencoder"),
-        stage1_stage("adaptation", _timed(300)),
-        stage1_stage("routing", _timed(180)),
-        nano_stage("joint"),
-        stage2_stage(_timed(360)),
+        nano_stage("control", _timed(430)),
+        nano_stage("control_polish", _timed(170)),
+        nano_stage("autoencoder", _timed(120)),
+        stage1_stage("adaptation", _timed(120)),
+        stage1_stage("routing", _timed(100)),
+        nano_stage("joint", _timed(400), joint),
+        nano_stage("polish", _timed(160), polish),
+        stage2_stage(_timed(180)),
     )
     return Recipe(about(nano_full), stages, NANO_PAIRS)
 
