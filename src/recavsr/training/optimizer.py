@@ -116,6 +116,8 @@ class PlayerOptimizer:
         norms = []
         for sharded in (False, True):
             some = [g for g in gradients if isinstance(g, DTensor) == sharded]
+            if not some:  # the norm of nothing would be a tensor on the CPU
+                continue
             norm = torch.nn.utils.get_total_norm(some, foreach=True)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         norm = torch.linalg.vector_norm(torch.stack([n.to(self._device) for n in norms]))
