@@ -330,6 +330,14 @@ class TrainingPool:
         """Records in the pool."""
         return sum(ring.count for ring in self._rings.values())
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the random state of the drawing, and how many records were received."""
+        return {"random": self._rng.bit_generator.state, "made": self.made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on drawing from a position. What the pool holds stays: it depends on the workers' speed."""
+        self._rng.bit_generator.state = state["random"]
+
     def fill(self, minimum: int, *, patience_s: float = 180.0) -> None:
         """Wait until the pool holds `minimum` records and some of every scale.
 

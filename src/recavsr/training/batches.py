@@ -138,14 +138,14 @@ class PoolSource:
         return Batch(*self._pool.batch(self._world.share(count, "clips of a batch"), frames))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch's number, the drawing's random state, and how many records the run had made."""
-        random = self._pool._rng.bit_generator.state
-        return {"number": self._number, "random": random, "made": self._made_before + self._pool.made}
+        """Return the batch's number, the pool's position, and how many records the run had made."""
+        pool = self._pool.state_dict()
+        return {"number": self._number, **pool, "made": self._made_before + pool["made"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on drawing from a position."""
         self._number = state["number"]
-        self._pool._rng.bit_generator.state = state["random"]
+        self._pool.load_state_dict(state)
 
     def describe(self, number: int) -> str:
         """Name seed and batch; a pool with workers can't draw it again."""
