@@ -79,10 +79,10 @@ def test_other_pixel_formats_become_444(pixel_format: str, tmp_path: Path) -> No
 
 
 def test_a_png_keeps_its_colours(data: Path) -> None:
-    from recavsr.data.clips import _to_rgb
+    from recavsr.data.clips import planes_to_rgb
 
     (planes,) = decode_planes(data / "photos" / "p.png")
-    rgb = _to_rgb(planes).permute(1, 2, 0).numpy()
+    rgb = planes_to_rgb(planes).permute(1, 2, 0).numpy()
     assert np.abs(rgb - texture(96, 100, 7)).max() < 3
 
 

@@ -21,6 +21,7 @@ from recavsr.data.pack import (
     PackIndex,
     _spread,
     find_cuts,
+    keyframes_of,
     thumbnail,
 )
 from recavsr.errors import InputError
@@ -139,7 +140,7 @@ class _Skip(Exception):
 
 
 def _video(path: Path, method: ShotMethod, smallest_side: int) -> PackedVideo:
-    size, thumbnails = (0, 0), []
+    size, thumbnails, marks = (0, 0), [], []
     for planes in decode_planes(path):
         height, width = planes.luma.shape
         if size != (0, 0) and size != (height, width):
@@ -148,11 +149,15 @@ def _video(path: Path, method: ShotMethod, smallest_side: int) -> PackedVideo:
         if min(size) < smallest_side:
             raise _Skip(f"{width}x{height} is smaller than {smallest_side} pixels")
         thumbnails.append(thumbnail(planes))
+        marks.append((planes.pts, planes.is_keyframe))
     shots = cut_at(_cuts(path, method, thumbnails), len(thumbnails))
     if not shots:
         raise _Skip(f"no shot of {SHORTEST_SHOT} frames or more")
     weight = round(len(shots) ** 0.5, 4)
-    return PackedVideo(path.stem, str(path), "", len(thumbnails), size, size, weight, "train", shots)
+    keyframes = () if path.is_dir() else keyframes_of(marks)
+    return PackedVideo(
+        path.stem, str(path), "", len(thumbnails), size, size, weight, "train", shots, keyframes
+    )
 
 
 def _cuts(path: Path, method: ShotMethod, thumbnails: list) -> list[int]:
