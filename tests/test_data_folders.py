@@ -123,6 +123,16 @@ def test_an_index_lists_shots_and_says_what_it_skips(data: Path, method: folders
     assert skipped["small.mp4"] == "48x40 is smaller than 64 pixels"
 
 
+def test_worker_processes_make_the_same_index(data: Path, tmp_path: Path, capsys) -> None:
+    words = ["--videos", str(data / "videos"), "--photos", str(data / "photos"), "--side", "64"]
+    assert run(["data", "index", str(tmp_path / "alone"), *words]) == 0
+    said = capsys.readouterr().err
+    assert run(["data", "index", str(tmp_path / "together"), *words, "--workers", "2"]) == 0
+    assert capsys.readouterr().err.replace("together", "alone") == said
+    assert "broken.mp4" in said
+    assert PackIndex.load(tmp_path / "together") == PackIndex.load(tmp_path / "alone")
+
+
 @pytest.mark.parametrize(
     # A cut at 25 leaves shots of 9 and 3 frames, too short. With another number of frames it is not believed.
     ("counted", "shots"),
