@@ -202,9 +202,13 @@ class ClipStream:
         """
         folder = Path(folder).resolve()
         path = folder / "index.json"
-        identity = (path.read_bytes() if path.is_file() else b"") + f"{folder} {split} {_FORMAT}".encode()
+        identity = hashlib.sha256(f"{folder} {split} {_FORMAT}".encode())
+        if path.is_file():
+            with path.open("rb") as file:
+                while piece := file.read(2**20):
+                    identity.update(piece)
         root = default_cache() if cache is None else cache
-        place = root / f"stream-{hashlib.sha256(identity).hexdigest()[:16]}"
+        place = root / f"stream-{identity.hexdigest()[:16]}"
         if not (place / "items.npy").is_file():
             tables = _Tables.of(PackIndex.load(folder), split)
             root.mkdir(parents=True, exist_ok=True)
