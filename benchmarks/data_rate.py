@@ -71,7 +71,7 @@ def one_process(pairs: StreamedPairs, frames: int, seconds: float) -> tuple[floa
 
 def with_workers(pairs: StreamedPairs, frames: int, count: int, workers: int) -> float:
     """Return pairs a second by the clock, after one a worker has come."""
-    loader = PairLoader(pairs, workers)
+    loader = PairLoader(pairs, workers, ahead=1)
     made = loader.pairs((number, frames) for number in itertools.count())
     for _ in range(workers):
         next(made)
@@ -120,10 +120,10 @@ def main() -> None:
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
-    if options.output is not None:
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-        result = {"environment": environment(), "largest_worker_mb": round(peak), "rows": rows}
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            if options.output is not None:
+                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+                result = {"environment": environment(), "largest_worker_mb": round(peak), "rows": rows}
+                options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from recavsr.data import stream as streaming
 from recavsr.data.clips import ClipSpec, frame_numbers, mirrored, planes_to_rgb
 from recavsr.data.folders import index_folders
 from recavsr.data.pack import PackIndex
-from recavsr.data.pool import PairSettings
+from recavsr.data.pool import PairSettings, WorkerError
 from recavsr.data.stream import ClipStream, Draw, shuffled, split_places
 from recavsr.errors import InputError
 from recavsr.training.batches import Prefetch, StreamSource
@@ -310,6 +310,11 @@ def test_workers_change_nothing(clips: ClipStream) -> None:
     feed.load_state_dict(position)
     assert same([tuple(feed.take()) for _ in range(3)], expected[1:])
     assert torch.equal(torch.get_rng_state(), before)  # training's random numbers are its own
+    feed.prepare()
+    source._loader._workers[0]._process.kill()
+    with pytest.raises(WorkerError, match=r"pairs-0 ended without a word \(exit code -9"):
+        for _ in range(9):
+            source.batch(SETTINGS)
     source.close()
 
 

@@ -11,18 +11,24 @@ T frames, H W rows and columns of the clip, h w rows and columns of its LR versi
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import shutil
 import tempfile
+import threading
+import traceback
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from queue import SimpleQueue
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from recavsr.data.clips import (
     CropSize,
@@ -41,7 +47,7 @@ from recavsr.data.clips import (
 )
 from recavsr.data.degradation import apply_degradation, usm_sharpen
 from recavsr.data.pack import PackIndex
-from recavsr.data.pool import WORKER_ENVIRONMENT, PairSettings, draw_degradation, environment
+from recavsr.data.pool import WORKER_ENVIRONMENT, PairSettings, WorkerError, draw_degradation, environment
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import Planes, decode_planes, decode_planes_from
 
@@ -211,6 +217,8 @@ class ClipStream:
         place = root / f"stream-{identity.hexdigest()[:16]}"
         if not (place / "items.npy").is_file():
             tables = _Tables.of(PackIndex.load(folder), split)
+            if not len(tables.items):
+                raise InputError(f"{folder} holds no training data: neither videos nor photos")
             root.mkdir(parents=True, exist_ok=True)
             work = Path(tempfile.mkdtemp(prefix=place.name, dir=root))
             tables.save(work)
@@ -218,10 +226,7 @@ class ClipStream:
                 work.rename(place)
             except OSError:  # another process was faster
                 shutil.rmtree(work)
-        stream = ClipStream(folder, place, split)
-        if not len(stream._tables.items):
-            raise InputError(f"{folder} holds no training data: neither videos nor photos")
-        return stream
+        return ClipStream(folder, place, split)
 
     def fitting(self, kind: Kind, size: CropSize, frames: int = 1) -> np.ndarray:
         """Numbers of the shots, or photos, from which clips can be drawn; mapped, made at the first call.
@@ -380,7 +385,7 @@ class StreamedPair(NamedTuple):
     damaged: list[tuple[str, str]]
 
 
-class StreamedPairs(Dataset[StreamedPair]):
+class StreamedPairs:
     """Pairs of a stream by (number, frames): a pure function of these and the seed. The LR side is empty
     with `degrade=False`."""
 
@@ -423,52 +428,111 @@ class StreamedPairs(Dataset[StreamedPair]):
 class PairLoader:
     """Pairs in the order of their keys, made ahead by worker processes (0: in this one).
 
-    A worker has at most `ahead` pairs waiting or in the making. Scripts that use workers need the usual
-    `if __name__ == "__main__"`.
+    A worker has at most `ahead` pairs waiting or in the making. `pinned` pairs copy faster to a GPU. Scripts
+    that use workers need the usual `if __name__ == "__main__"`.
     """
 
     def __init__(self, pairs: StreamedPairs, workers: int, *, ahead: int = 2, pinned: bool = False) -> None:
-        self._order = _Order()
-        self._loader: DataLoader[StreamedPair] | None = DataLoader(
-            pairs,
-            batch_size=None,
-            sampler=self._order,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_one_thread,
-            prefetch_factor=ahead if workers else None,
-            persistent_workers=workers > 0,
-            multiprocessing_context="spawn" if workers else None,
-            pin_memory=pinned,
-            generator=torch.Generator(),  # or it would draw from the training's own
-        )
+        self._pairs, self._ahead, self._turn = pairs, ahead, 0
+        self._workers = [_Worker(pairs, number, pinned) for number in range(workers)]
 
     def pairs(self, keys: Iterator[tuple[int, int]]) -> Iterator[StreamedPair]:
-        """The pairs of keys, which may have no end; drops what was made ahead of an earlier call."""
-        if self._loader is None:
-            raise ValueError("the loader is closed")
-        self._order.keys = keys
-        with environment(WORKER_ENVIRONMENT):
-            return iter(self._loader)
+        """The pairs of keys, which may have no end; drops what was made ahead of an earlier call.
+
+        Raises WorkerError if a worker fails.
+        """
+        self._turn += 1
+        return self._made_ahead(keys, self._turn) if self._workers else map(self._pairs.__getitem__, keys)
+
+    def _made_ahead(self, keys: Iterator[tuple[int, int]], turn: int) -> Iterator[StreamedPair]:
+        at_work: deque[_Worker] = deque()
+        free = self._ahead * self._workers
+        while True:
+            for worker, key in zip(free, keys):
+                worker.ask(turn, key)
+                at_work.append(worker)
+            if not at_work:
+                return
+            free = [at_work.popleft()]
+            yield free[0].take(turn)
 
     def close(self) -> None:
-        """Stop the workers; iterators given out must be gone."""
-        self._loader = None
+        """Stop the workers."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
 
 
-class _Order(Sampler[tuple[int, int]]):
-    """Whatever keys come next."""
+class _Worker:
+    """A process that makes pairs in the order they are asked for, and a thread that empties its pipe."""
 
-    def __init__(self) -> None:
-        self.keys: Iterator[tuple[int, int]] = iter(())
+    def __init__(self, pairs: StreamedPairs, number: int, pinned: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_work, args=(theirs, pairs), daemon=True, name=f"pairs-{number}"
+        )
+        with environment(WORKER_ENVIRONMENT):
+            self._process.start()
+        theirs.close()
+        self._pinned = pinned
+        self._made: SimpleQueue[tuple[int, StreamedPair] | str] = SimpleQueue()
+        self._thread = threading.Thread(target=self._receive, daemon=True, name=self._process.name)
+        self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self.keys
+    def ask(self, turn: int, key: tuple[int, int]) -> None:
+        """Ask for one more pair."""
+        with suppress(OSError):  # it has ended: `take` says why
+            self._connection.send((turn, key))
+
+    def take(self, turn: int) -> StreamedPair:
+        """The next pair that was asked for in this turn."""
+        while True:
+            made = self._made.get()
+            if isinstance(made, str):
+                self._made.put(made)
+                raise WorkerError(f"{self._process.name} {made}")
+            if made[0] == turn:
+                return made[1]
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, str):
+                    self._made.put(f"failed:\n{message}")
+                    return
+                turn, shapes, damaged = message
+                hq, lr = (self._tensor(self._connection.recv_bytes(), shape) for shape in shapes)
+                self._made.put((turn, StreamedPair(hq, lr, damaged)))
+        except (EOFError, OSError):
+            self._process.join(timeout=1)
+            self._made.put(f"ended without a word (exit code {self._process.exitcode}; -9: out of memory?)")
+
+    def _tensor(self, data: bytes, shape: tuple[int, ...]) -> Tensor:
+        result = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned)
+        result.numpy()[:] = np.frombuffer(data, np.uint8).reshape(shape)
+        return result
+
+    def close(self) -> None:
+        """End process and thread."""
+        self._process.terminate()
+        self._process.join()
+        self._thread.join()
+        self._connection.close()
 
 
-def _as_it_is(pair: Any) -> Any:
-    return pair
-
-
-def _one_thread(worker: int) -> None:
+def _work(connection: Connection, pairs: StreamedPairs) -> None:
+    """A worker's life: makes what it is asked for until the other end of the pipe closes."""
     torch.set_num_threads(1)
+    try:
+        while True:
+            turn, key = connection.recv()
+            pair = pairs[key]
+            connection.send((turn, (tuple(pair.hq.shape), tuple(pair.lr.shape)), pair.damaged))
+            for tensor in (pair.hq, pair.lr):
+                connection.send_bytes(tensor.flatten().numpy().data)
+    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        return
+    except BaseException:
+        connection.send(traceback.format_exc())

@@ -284,7 +284,7 @@ def _open_data(
     if world.leads:
         pack = _pack(recipe, options, tell)
     pack = world.agree(pack if world.leads else None)
-    cache = pack.parent / "decoded" if recipe.sample_of_data else None
+    cache = options.out / "data" / "decoded" if recipe.sample_of_data else None
     if recipe.data == "stream":
         stream = _in_turn(world, lambda: ClipStream.open(pack, cache=cache))
         with ExitStack() as stack:
