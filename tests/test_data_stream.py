@@ -313,8 +313,7 @@ def test_workers_change_nothing(clips: ClipStream) -> None:
     feed.prepare()
     source._loader._workers[0]._process.kill()
     with pytest.raises(WorkerError, match=r"pairs-0 ended without a word \(exit code -9"):
-        for _ in range(9):
-            source.batch(SETTINGS)
+        batches_of(source, 9)
     source.close()
 
 

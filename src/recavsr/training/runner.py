@@ -335,8 +335,8 @@ def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Pa
         return data
     if not (data / "manifest.tsv").is_file():
         raise InputError(
-            f"{data} holds no training data: neither a pack (index.json) nor a data folder "
-            "(manifest.tsv, train_video/, photos/)"
+            f"{data} holds no training data: neither an index or pack (index.json, made by `recavsr data "
+            "index`) nor a data folder (manifest.tsv, train_video/, photos/)"
         )
     pack = options.out / "data" / "pack"
     if (pack / "index.json").is_file():
