@@ -31,16 +31,16 @@ from torch.nn import functional as F
 from recavsr.attention import SpatialWindow
 from recavsr.cache_policy import PAPER_SCHEDULE, CacheAction, Schedule
 from recavsr.evaluation.environment import environment
-from recavsr.models.dit_block import LayerCondition
-from recavsr.models.generator import Condition, Generator, GeneratorConfig, teacher_forced_recycled
+from recavsr.models.generator import Generator, GeneratorConfig, teacher_forced_recycled
 from recavsr.models.lora import attach
 from recavsr.models.presets import recavsr_5b
 from recavsr.training.adversarial import SharedNoise, discriminator_loss, feature_r1, generator_loss
 from recavsr.training.discriminator import MSQConfig, MSQDiscriminator, frozen
-from recavsr.training.distributed import World, join, mesh, shard
+from recavsr.training.distributed import World, join
 from recavsr.training.flow_matching import TIMESTEPS, flow_matching_loss, logit_normal_times, noised
 from recavsr.training.memory_plan import MemoryPlan, TrainingSetup, msq_layers, plan_stage1, plan_stage2
-from recavsr.training.recompute import recompute_layers, recompute_steps
+from recavsr.training.paper import keep_little, spread
+from recavsr.training.recompute import recompute_layers
 from recavsr.training.rollout import roll_out
 from recavsr.training.stage2 import trained_parameters
 
@@ -99,18 +99,6 @@ def build(setup: TrainingSetup, device: torch.device) -> Generator:
     return generator
 
 
-def spread(world: World, network: nn.Module, layers: nn.ModuleList) -> None:
-    """Shard a network over the GPUs where there are several."""
-    if world.size > 1:
-        shard(
-            network,
-            list(layers),
-            mesh(world),
-            methods=("forward", "condition", "step"),
-            outputs=(Condition, LayerCondition),
-        )
-
-
 Update = Callable[[], Iterator[tuple[str, Tensor]]]
 """One training step: yields (player, loss); the loss is taken back before the next one is asked for."""
 
@@ -122,8 +110,7 @@ def stage1(
     scope = Schedule.uniform(setup.generator.layers, STAGE1_SCOPE)
     generator = build(replace(setup, generator=replace(setup.generator, schedule=scope)), world.device)
     if setup.recompute:
-        recompute_layers(generator.blocks)
-        recompute_steps(generator.lr_projector)
+        keep_little(generator)
     spread(world, generator, generator.blocks)
     clip = Clip.draw(setup, world.device)
     recycled = teacher_forced_recycled(clip.latents, setup.plan)
@@ -148,8 +135,7 @@ def stage2(
     settings = MSQConfig(layers=msq_layers(setup.generator.layers))
     discriminator = MSQDiscriminator.of(generator, clip.prompt, settings, share=world.size == 1)
     if setup.recompute:
-        recompute_layers(generator.blocks)
-        recompute_steps(generator.lr_projector)
+        keep_little(generator)
         recompute_layers(discriminator.backbone.blocks)
     spread(world, generator, generator.blocks)
     spread(world, discriminator.backbone, discriminator.backbone.blocks)

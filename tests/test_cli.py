@@ -165,6 +165,13 @@ def test_existing_output_stays_without_overwrite(
     assert len(read_clip(output)) == FRAMES
 
 
+def test_a_second_name_is_no_output(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    second = tmp_path / "big.mp4"
+    assert run(["upscale", str(clip), str(second), "--model", "identity"]) == 2
+    assert f"`recavsr upscale {clip} -o {second}`" in capsys.readouterr().err
+    assert not second.exists()
+
+
 def test_output_folder_must_exist(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert run(["upscale", str(clip), "-o", str(tmp_path / "no" / "big.mp4"), "--model", "identity"]) == 2
     assert "does not exist" in capsys.readouterr().err

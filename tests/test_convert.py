@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,18 +341,55 @@ def test_a_misfit_is_named(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["official"]
 
 
-def test_a_pickled_program_is_refused(official_folder: Path, tmp_path: Path) -> None:
-    torch.save({"conv1.bias": BlockPlan()}, official_folder / "Wan2.2_VAE.pth")
-    with pytest.raises(InputError, match="weights alone"):
-        convert_wan(official_folder, tmp_path / "start", OPTIONS)
-
-
-def test_the_old_pickle_format_is_read(official_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zipped", [True, False])
+def test_both_pickle_formats_are_read(official_folder: Path, tmp_path: Path, vae, zipped: bool) -> None:
     path = official_folder / "Wan2.2_VAE.pth"
-    tensors = torch.load(path, weights_only=True)
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    tensors = renamed(vae.state_dict(), official_vae_names(TINY_VAE))
+    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    assert zipfile.is_zipfile(path) == zipped
     convert_wan(official_folder, tmp_path / "start", OPTIONS)
-    WanVAE.load(tmp_path / "start")
+    read = load_file(tmp_path / "start" / "vae.safetensors")
+    assert read.keys() == vae.state_dict().keys()
+    assert all(torch.equal(value, read[name]) for name, value in vae.state_dict().items())
+
+
+def tar_of_old(path: Path) -> None:
+    with tarfile.open(path, "w") as file:
+        for name in ("storages", "tensors", "pickle"):
+            file.addfile(tarfile.TarInfo(name))
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def halve_old(path: Path) -> None:
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+    halve(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda path: torch.save({"conv1.bias": BlockPlan()}, path),
+            r"weights \(recavsr.geometry.BlockPlan\)",
+        ),
+        (lambda path: torch.save(torch.nn.Linear(2, 2), path), r"\(torch.nn.modules.linear.Linear\)"),
+        (tar_of_old, "PyTorch's first format"),
+        (halve, "is it complete"),
+        (halve_old, "is it complete"),
+        (lambda path: path.write_bytes(b"abc"), "is it complete"),
+        (lambda path: path.write_bytes(b""), "is it complete"),
+    ],
+)
+def test_pickles_that_can_not_be_read_safely_are_refused(
+    official_folder: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    spoil(official_folder / "Wan2.2_VAE.pth")
+    with pytest.raises(InputError, match=message) as error:
+        convert_wan(official_folder, tmp_path / "start", OPTIONS)
+    assert "\n" not in str(error.value)
 
 
 def test_image_to_video_transformers_are_refused(diffusers_folder: Path, tmp_path: Path) -> None:

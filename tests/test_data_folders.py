@@ -79,10 +79,10 @@ def test_other_pixel_formats_become_444(pixel_format: str, tmp_path: Path) -> No
 
 
 def test_a_png_keeps_its_colours(data: Path) -> None:
-    from recavsr.data.clips import _to_rgb
+    from recavsr.data.clips import planes_to_rgb
 
     (planes,) = decode_planes(data / "photos" / "p.png")
-    rgb = _to_rgb(planes).permute(1, 2, 0).numpy()
+    rgb = planes_to_rgb(planes).permute(1, 2, 0).numpy()
     assert np.abs(rgb - texture(96, 100, 7)).max() < 3
 
 
@@ -121,6 +121,16 @@ def test_an_index_lists_shots_and_says_what_it_skips(data: Path, method: folders
     assert sorted(item.split for item in (*index.videos, *index.photos)) == ["train"] * 2 + ["validation"] * 2
     assert sorted(skipped) == ["broken.mp4", "small.mp4"]
     assert skipped["small.mp4"] == "48x40 is smaller than 64 pixels"
+
+
+def test_worker_processes_make_the_same_index(data: Path, tmp_path: Path, capsys) -> None:
+    words = ["--videos", str(data / "videos"), "--photos", str(data / "photos"), "--side", "64"]
+    assert run(["data", "index", str(tmp_path / "alone"), *words]) == 0
+    said = capsys.readouterr().err
+    assert run(["data", "index", str(tmp_path / "together"), *words, "--workers", "2"]) == 0
+    assert capsys.readouterr().err.replace("together", "alone") == said
+    assert "broken.mp4" in said
+    assert PackIndex.load(tmp_path / "together") == PackIndex.load(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from recavsr.geometry import Grid
-from recavsr.rope import THETA, AxisSplit, angles, grid_angles, rotate, rotation_table
+from recavsr.rope import THETA, AxisSplit, angles, rotate, rotation_table
 
 GRID = Grid(3, 4)
 CPU = torch.device("cpu")
@@ -57,10 +59,33 @@ def test_angles_stay_exact_at_a_million() -> None:
 
 
 def test_channels_belong_to_time_then_rows_then_columns() -> None:
-    angle = grid_angles((0, 7), GRID, AxisSplit(4, 6, 2)).view(3, 4, 2, 6)
-    assert torch.equal(angle[..., :2], angles(torch.tensor([0, 7]), 4).expand(3, 4, 2, 2))
-    assert torch.equal(angle[2, 1, 1, 2:5], angles(torch.tensor([2]), 6)[0])
-    assert angle[2, 3, 0, 5] == 3
+    table = rotation_table((0, 7), GRID, AxisSplit(4, 6, 2), CPU).view(3, 4, 2, 6, 2)
+    assert torch.equal(table[..., :2, 0], angles(torch.tensor([0, 7]), 4).cos().float().expand(3, 4, 2, 2))
+    assert torch.equal(table[2, 1, 1, 2:5, 1], angles(torch.tensor([2]), 6)[0].sin().float())
+    assert table[2, 3, 0, 5].tolist() == pytest.approx([math.cos(3), math.sin(3)])
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations that move values between devices, as the capture of a CUDA graph does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        assert {x.device.type for x in tensors} <= {"meta"}, function
+        return out
+
+
+def test_tables_of_consecutive_times_are_made_on_the_device() -> None:
+    """Whatever was made before: a rollout of any length can be captured."""
+    split = AxisSplit.wan(32)
+    with OneDevice():
+        for first in range(40):
+            table = rotation_table((first, first + 1), GRID, split, torch.device("meta"))
+            assert table.shape == (12, 2, 16, 2)
+    with pytest.raises(AssertionError), OneDevice():  # so the check above could have failed
+        torch.tensor([1, 2]).to("meta")
+    gaps = rotation_table((3, 5, 4), GRID, split, CPU)
+    assert torch.equal(gaps[:, [0, 2, 1]], rotation_table((3, 4, 5), GRID, split, CPU))
 
 
 def test_rotation_turns_adjacent_pairs() -> None:

@@ -334,7 +334,7 @@ def alike(data: Path, out: Path, start: Path) -> None:
         patch.setattr(runner, "_set_seeds", lambda seed, rank: seeds(seed, 0))
         patch.setattr(World, "share", lambda world, count, what: count // 2)
         patch.setattr(
-            batches.PairSource, "_own", lambda source, first, count: range(first, first + count // 2)
+            batches.StreamSource, "_own", lambda source, first, count: range(first, first + count // 2)
         )
         run = replace(DEBUG.stages[0].run, steps=1, sample_every=0)
         stages = [replace(DEBUG.stages[number], run=run) for number in (0, 2)]

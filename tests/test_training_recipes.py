@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from media import drawn
 from recavsr.cache_policy import CacheAction
@@ -23,6 +25,7 @@ from recavsr.training import recipes
 from recavsr.training.batches import PairSource, PoolSource, Prefetch, size_of_batch
 from recavsr.training.distributed import World
 from recavsr.training.nano import NanoTraining
+from recavsr.training.nano_stages import NanoStage1
 from recavsr.training.objective import BatchSettings
 from recavsr.training.runner import RunOptions, run_recipe, with_budget
 from recavsr.video.clips import read_clip, write_clip
@@ -241,6 +244,40 @@ def test_resume_skips_what_is_finished(debug_run: Path, data: Path, capsys: pyte
     assert run([*arguments, "--resume"]) == 0
     assert capsys.readouterr().err.count("finished before, skipped") == 6
     assert (debug_run / "stage2.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_streamed_run_goes_on_where_it_was(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    def first_stage() -> recipes.Recipe:
+        made = smaller_debug()
+        run = replace(made.stages[1].run, save_every=2)
+        return replace(made, stages=(replace(made.stages[1], run=run),))
+
+    def train(out: str, steps: int, *more: str) -> int:
+        arguments = ["--data", str(data), "--out", str(tmp_path / out), "--device", "cpu", *more]
+        return run(["train", "nano_debug", *arguments, "--steps", str(steps), "--workers", "0"])
+
+    monkeypatch.setitem(recipes.RECIPES, "nano_debug", first_stage)
+    assert train("whole", 4, "--stream") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NanoStage1, "advance", _stop_at(3, NanoStage1.advance))
+        assert train("cut", 4, "--stream") == 2
+    assert train("cut", 4, "--resume") == 2
+    assert "its data is stream, this run's is exact" in capsys.readouterr().err
+    assert train("cut", 4, "--stream", "--resume") == 0
+    whole, cut = (load_file(tmp_path / out / "adaptation.safetensors") for out in ("whole", "cut"))
+    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
+
+
+def _stop_at(calls: int, advance: Callable) -> Callable:
+    """Return `advance` that fails at a later call: two come before the first step."""
+    count = itertools.count()
+
+    def stopping(self, progress: float) -> None:
+        if next(count) == calls + 1:
+            raise RuntimeError("cut off")
+        advance(self, progress)
+
+    return stopping
 
 
 def test_weights_of_another_schedule_are_refused(debug_run: Path) -> None:

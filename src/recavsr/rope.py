@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,27 +48,33 @@ def angles(positions: Tensor, channels: int) -> Tensor:
     return positions.to(torch.float64)[:, None] * THETA**-exponent
 
 
-def grid_angles(times: Sequence[int], grid: Grid, split: AxisSplit) -> Tensor:
-    """Return the angles [rows x columns, len(times), channels // 2] of absolute positions, in float64."""
-    time = angles(torch.tensor(times), split.time)
-    down = angles(torch.arange(grid.height), split.rows)
-    across = angles(torch.arange(grid.width), split.columns)
-    shape = (grid.height, grid.width, len(times))
-    parts = (time, down[:, None, None], across[None, :, None])
-    return torch.cat([part.expand(*shape, -1) for part in parts], dim=-1).flatten(0, 1)
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # kept for training steps that may follow in the same process
-def rotation_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
-    """Return exp(i angle) as [N, T, channels // 2, 2] float32 (real, imaginary).
+def rotation_table(times: Sequence[int], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
+    """Return exp(i angle) of absolute positions as [N, T, channels // 2, 2] float32 (real, imaginary).
 
     Angles are reduced modulo 2 pi in float64, so position 10^6 is as exact as position 0: rotating
     queries and keys by absolute positions equals the paper's advancing time origin (Appendix A.2),
-    since only differences of angles enter a score.
+    since only differences of angles enter a score. Consecutive times take no copy to the device: a
+    CUDA graph can capture this, and then holds the table itself.
     """
-    angle = grid_angles(times, grid, split)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).float().to(device)
+    # Sines of the three axes apart are few; the table repeats them over the grid.
+    time = _turns(_positions(times, device), split.time)
+    down = _turns(torch.arange(grid.height, device=device), split.rows)[:, None, None]
+    across = _turns(torch.arange(grid.width, device=device), split.columns)[None, :, None]
+    shape = (grid.height, grid.width, len(times), -1, 2)
+    return torch.cat([part.expand(shape) for part in (time, down, across)], dim=-2).flatten(0, 1)
+
+
+def _positions(times: Sequence[int], device: torch.device) -> Tensor:
+    first = times[0]
+    if list(times) == list(range(first, first + len(times))):
+        return torch.arange(first, first + len(times), device=device)
+    return torch.tensor(times, device=device)
+
+
+def _turns(positions: Tensor, channels: int) -> Tensor:
+    """Return exp(i angle) [len(positions), channels // 2, 2] in float32."""
+    angle = angles(positions, channels)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

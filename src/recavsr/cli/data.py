@@ -102,6 +102,7 @@ def index(
     quality: Annotated[
         Path | None, typer.Option(help="Report of `recavsr data check`: leave out what it flags.")
     ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read the files; 0: this one.")] = 0,
     json_lines: options.JsonLines = False,
 ) -> int:
     """List folders of videos and photos as a training set, cut at shots; nothing is copied."""
@@ -131,6 +132,7 @@ def index(
         held_out=held_out,
         leave_out=rejected,
         on_skip=skip,
+        workers=workers,
     )
     try:
         output.mkdir(parents=True, exist_ok=True)

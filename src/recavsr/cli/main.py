@@ -32,7 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("upscale")(upscale.command)
+# It says itself what to do about a second file name.
+app.command("upscale", context_settings={"allow_extra_args": True})(upscale.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("bench")(bench.command)

@@ -26,6 +26,10 @@ def command(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes (or threads) that make data; default: by cores.")
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Decode each clip from its file, for sets too large to decode whole."),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, noise and data.")] = 0,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights, file or folder.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers first.")] = False,
@@ -34,6 +38,7 @@ def command(
 ) -> None:
     """Train a model by a named recipe. Several GPUs: torchrun --nproc-per-node N -m recavsr train ..."""
     import os
+    from dataclasses import replace
 
     from recavsr.stream.load import resolve_device
     from recavsr.training.loop import TrainingError
@@ -51,6 +56,8 @@ def command(
     if data is None or out is None:
         raise InputError("training needs --data (a data folder or pack) and --out (a folder for the run)")
     chosen = RECIPES[recipe]()
+    if stream:
+        chosen = replace(chosen, data="stream")
     if not resume and holds_a_run(out, chosen):
         raise InputError(f"{out} holds a run of {recipe} already: add --resume, or choose another --out")
     console = Console(json_lines)

@@ -10,12 +10,14 @@ import typer
 from recavsr.cli import options
 from recavsr.cli.console import Console, FrameProgress, plain_seconds
 from recavsr.cli.models import resolve
+from recavsr.errors import InputError
 
 if TYPE_CHECKING:
     from recavsr.stream.engine import Progress, UpscaleReport
 
 
 def command(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(metavar="IN", help="Video, picture, folder or pattern of pictures, URL, or - (y4m)."),
@@ -63,6 +65,13 @@ def command(
     """Upscale a video: every frame, at its time, at exactly the size asked for."""
     from recavsr.stream.batch import is_video_folder
 
+    if context.args:
+        # Not taken as the output: a pattern of the shell that matches two videos looks the same.
+        other = context.args[0]
+        raise InputError(
+            f"one input at a time, the output follows -o: `recavsr upscale {source} -o {other}`; "
+            "for many videos name their folder"
+        )
     console = Console(json_lines)
     settings: dict[str, Any] = {
         "model": resolve(model),

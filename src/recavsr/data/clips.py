@@ -204,16 +204,22 @@ def _layout(index: PackIndex) -> tuple[list[StoredShot], list[StoredPhoto], int]
             )
             offset += count * 3 * height * width
     for photo in index.photos:
-        levels = []
-        for level in range(_LEVELS):
-            rows, columns = (2 * (side >> level) - 1 for side in photo.size)
-            levels.append((offset, rows, columns))
-            offset += 3 * rows * columns
-        photos.append(StoredPhoto(photo.name, tuple(levels), photo.split))
+        stored, offset = lay_out_photo(photo.name, photo.size, offset, photo.split)
+        photos.append(stored)
     return shots, photos, offset
 
 
-def _to_rgb(planes: Planes, size: tuple[int, int] | None = None) -> Tensor:
+def lay_out_photo(name: str, size: tuple[int, int], offset: int, split: str) -> tuple[StoredPhoto, int]:
+    """Where the levels of a photo go in a buffer, from `offset` on, and where the next item does."""
+    levels = []
+    for level in range(_LEVELS):
+        rows, columns = (2 * (side >> level) - 1 for side in size)
+        levels.append((offset, rows, columns))
+        offset += 3 * rows * columns
+    return StoredPhoto(name, tuple(levels), split), offset
+
+
+def planes_to_rgb(planes: Planes, size: tuple[int, int] | None = None) -> Tensor:
     """Decoded planes -> float32 [3, H, W] in 0..255, chroma by linear interpolation (centre sited).
 
     size: rows and columns to reduce to (antialiased bicubic, before the conversion, which is linear).
@@ -267,14 +273,16 @@ def _doubled(rgb: Tensor) -> Tensor:
     return rgb.clamp_(0, 255)
 
 
-def _detail(rgb: Tensor) -> np.ndarray:
+def detail_of(rgb: Tensor) -> np.ndarray:
     """Mean absolute gradient in cells of 32 x 32 pixels, float32 [rows, columns] (at least one cell)."""
     grey = rgb.mean(0)
     slope = F.pad((grey[1:, 1:] - grey[:-1, :-1]).abs() + (grey[1:, :-1] - grey[:-1, 1:]).abs(), (0, 1, 0, 1))
-    return F.avg_pool2d(slope[None], _CELL, ceil_mode=False)[0].numpy()
+    cell = min(_CELL, *slope.shape)
+    return F.avg_pool2d(slope[None], cell, ceil_mode=False)[0].numpy()
 
 
-def _bytes(rgb: Tensor) -> np.ndarray:
+def to_bytes(rgb: Tensor) -> np.ndarray:
+    """Float pixels in 0..255 as uint8."""
     return rgb.round().byte().numpy()
 
 
@@ -293,10 +301,10 @@ def _decode_video(
         frames += 1
         if number not in targets:
             continue
-        rgb = _to_rgb(planes, video.used_size)
-        targets[number][:] = _bytes(rgb)
+        rgb = planes_to_rgb(planes, video.used_size)
+        targets[number][:] = to_bytes(rgb)
         if number in middles:
-            details[middles[number]] = _detail(rgb)
+            details[middles[number]] = detail_of(rgb)
     if frames != video.frames:
         raise InputError(
             f"{folder / video.file}: {frames} frames instead of {video.frames}; copy the pack again"
@@ -307,12 +315,16 @@ def _decode_video(
 def _decode_photo(
     folder: Path, pixels: np.ndarray, photo: PackedPhoto, stored: StoredPhoto
 ) -> list[np.ndarray]:
-    planes = next(iter(decode_planes(folder / photo.file)))
+    return store_photo(next(iter(decode_planes(folder / photo.file))), pixels, stored)
+
+
+def store_photo(planes: Planes, pixels: np.ndarray, stored: StoredPhoto) -> list[np.ndarray]:
+    """Write the levels of a photo into a pixel buffer; returns each level's detail."""
     details = []
     for offset, rows, columns in stored.levels:
-        picture = _to_rgb(planes, ((rows + 1) // 2, (columns + 1) // 2))
-        pixels[offset : offset + 3 * rows * columns] = _bytes(_doubled(picture)).reshape(-1)
-        details.append(_detail(picture))
+        picture = planes_to_rgb(planes, ((rows + 1) // 2, (columns + 1) // 2))
+        pixels[offset : offset + 3 * rows * columns] = to_bytes(_doubled(picture)).reshape(-1)
+        details.append(detail_of(picture))
     return details
 
 
@@ -335,52 +347,25 @@ def default_cache() -> Path:
 # ---------------------------------------------------------------- the source
 
 
-class ClipSource:
-    """All clips of a pack, decoded.
+class StoredClips:
+    """Shots and photos in one pixel buffer: draws clips of one split, and renders them.
 
-    `shots` and `photos` list what is stored, validation items included; specs are drawn from one split.
+    shot_detail: detail (`detail_of`) of a frame of each shot; photo_detail: of the levels of each photo.
     """
 
-    def __init__(self, folder: Path, cache: Path, split: str) -> None:
-        index = PackIndex.load(folder)
-        self.shots, self.photos, self.nbytes = _layout(index)
-        self.folder, self.cache, self.split = folder, cache, split
-        self.pixels: np.ndarray = np.memmap(cache / "pixels.u8", np.uint8, "c")
-        with np.load(cache / "detail.npz") as details:
-            self._shot_detail = [details[f"shot{i}"] for i in range(len(self.shots))]
-            self._photo_detail = [
-                [details[f"photo{i}level{level}"] for level in range(_LEVELS)]
-                for i in range(len(self.photos))
-            ]
+    def __init__(
+        self,
+        name: str,
+        shots: Sequence[StoredShot],
+        photos: Sequence[StoredPhoto],
+        pixels: np.ndarray,
+        shot_detail: Sequence[np.ndarray],
+        photo_detail: Sequence[Sequence[np.ndarray]],
+        split: str,
+    ) -> None:
+        self.name, self.shots, self.photos, self.pixels, self.split = name, shots, photos, pixels, split
+        self._shot_detail, self._photo_detail = shot_detail, photo_detail
         self._fitting: dict[CropSize, tuple[list[int], np.ndarray, list[int]]] = {}
-
-    @staticmethod
-    def open(
-        folder: Path | str, *, cache: Path | None = None, processes: int = 16, split: str = "train"
-    ) -> ClipSource:
-        """Decode a pack (once: the result stays in `cache`) and open it.
-
-        processes: how many decode at the same time; 0 decodes in this process. Scripts that call this with
-        processes need the usual `if __name__ == "__main__"`. Raises InputError if the pack is incomplete.
-        """
-        folder = Path(folder).resolve()
-        index = PackIndex.load(folder)
-        files = [video.file for video in index.videos] + [photo.file for photo in index.photos]
-        missing = [file for file in files if not (folder / file).exists()]
-        if missing:
-            raise InputError(
-                f"{folder}: {len(missing)} files missing, such as {missing[0]}; copy all parts of the pack"
-            )
-        identity = (folder / "index.json").read_bytes() + f"{folder} {_CACHE_FORMAT}".encode()
-        digest = hashlib.sha256(identity).hexdigest()[:16]
-        place = (default_cache() if cache is None else cache) / digest
-        if not (place / "complete").is_file():
-            _fill_cache(folder, place, index, processes)
-        return ClipSource(folder, place, split)
-
-    def arguments(self) -> tuple[Path, Path, str]:
-        """What another process passes to `ClipSource(...)` to open the same pixels."""
-        return self.folder, self.cache, self.split
 
     # ------------------------------------------------------------ drawing
 
@@ -402,7 +387,7 @@ class ClipSource:
         if not photos:
             rows, columns = rows_and_columns(size)
             raise InputError(
-                f"{self.folder}: no {self.split} items of {columns}x{rows} pixels or more; pack other data"
+                f"{self.name}: no {self.split} items of {columns}x{rows} pixels or more; pack other data"
             )
         return self._sample_photo(rng, frames, size)
 
@@ -430,7 +415,7 @@ class ClipSource:
         shot = self.shots[source]
         stride = 2 if rng.random() < 0.2 and shot.frames >= 2 * frames else 1
         latest = max(shot.frames - stride * (frames - 1) - 1, 0)
-        y, x = self._detailed_place(rng, self._shot_detail[source], shot.height, shot.width, size)
+        y, x = detailed_place(rng, self._shot_detail[source], shot.height, shot.width, size)
         flips = rng.random(3) < 0.5
         return ClipSpec(
             "video",
@@ -445,19 +430,6 @@ class ClipSource:
             x=x,
         )
 
-    def _detailed_place(
-        self, rng: np.random.Generator, detail: np.ndarray, height: int, width: int, size: CropSize
-    ) -> tuple[int, int]:
-        """One of three random crops, the more likely the more detail it has (flat sky teaches little)."""
-        rows, columns = rows_and_columns(size)
-        places = [
-            (int(rng.integers(height - rows + 1)), int(rng.integers(width - columns + 1))) for _ in range(3)
-        ]
-        down, right = _cells(size)
-        inside = [detail[y // _CELL :, x // _CELL :][:down, :right].mean() for y, x in places]
-        odds = np.array(inside) + 0.3 * detail.mean() + 1e-3
-        return places[rng.choice(3, p=odds / odds.sum())]
-
     def _sample_photo(self, rng: np.random.Generator, frames: int, size: CropSize) -> ClipSpec:
         rows, columns = rows_and_columns(size)
         source = int(rng.choice(self._large_enough(size)[2]))
@@ -467,7 +439,7 @@ class ClipSource:
         level = int(rng.random() < 0.4 and self.photos[source].holds(1.2 * rows, 1.2 * columns, level=1))
         if rng.random() < 0.12:
             height, width = self.photos[source].size(level)
-            y, x = self._detailed_place(rng, self._photo_detail[source][level], height, width, size)
+            y, x = detailed_place(rng, self._photo_detail[source][level], height, width, size)
             motion = CameraMotion(level, x + (columns - 1) / 2, y + (rows - 1) / 2)
             return ClipSpec("photo", source, flip_x, flip_y, transpose, motion=motion)
         motion = self._sample_motion(rng, source, level, frames, size)
@@ -583,11 +555,7 @@ class ClipSource:
                 for i in frame_numbers(spec, shot.frames, frames)
             ]
         )
-        clip = torch.from_numpy(crop)
-        if spec.transpose:
-            clip = clip.transpose(2, 3)
-        axes = [axis for axis, flip in ((3, spec.flip_x), (2, spec.flip_y)) if flip]
-        return (clip.flip(axes) if axes else clip.contiguous()).float().div_(255)
+        return mirrored(torch.from_numpy(crop), spec).float().div_(255)
 
     def _sample_plane(
         self, photo: int, motion: CameraMotion, spec: ClipSpec, frames: int, size: CropSize
@@ -608,6 +576,53 @@ class ClipSource:
         grid = torch.stack(_points(torch.from_numpy(matrices.astype(np.float32)), size).unbind(1), -1)
         window = window.expand(frames, -1, -1, -1)
         return F.grid_sample(window, grid, mode="bilinear", padding_mode="border", align_corners=True)
+
+
+class ClipSource(StoredClips):
+    """All clips of a pack, decoded.
+
+    `shots` and `photos` list what is stored, validation items included; specs are drawn from one split.
+    """
+
+    def __init__(self, folder: Path, cache: Path, split: str) -> None:
+        index = PackIndex.load(folder)
+        shots, photos, self.nbytes = _layout(index)
+        self.folder, self.cache = folder, cache
+        pixels = np.memmap(cache / "pixels.u8", np.uint8, "c")
+        with np.load(cache / "detail.npz") as details:
+            shot_detail = [details[f"shot{i}"] for i in range(len(shots))]
+            photo_detail = [
+                [details[f"photo{i}level{level}"] for level in range(_LEVELS)] for i in range(len(photos))
+            ]
+        super().__init__(str(folder), shots, photos, pixels, shot_detail, photo_detail, split)
+
+    @staticmethod
+    def open(
+        folder: Path | str, *, cache: Path | None = None, processes: int = 16, split: str = "train"
+    ) -> ClipSource:
+        """Decode a pack (once: the result stays in `cache`) and open it.
+
+        processes: how many decode at the same time; 0 decodes in this process. Scripts that call this with
+        processes need the usual `if __name__ == "__main__"`. Raises InputError if the pack is incomplete.
+        """
+        folder = Path(folder).resolve()
+        index = PackIndex.load(folder)
+        files = [video.file for video in index.videos] + [photo.file for photo in index.photos]
+        missing = [file for file in files if not (folder / file).exists()]
+        if missing:
+            raise InputError(
+                f"{folder}: {len(missing)} files missing, such as {missing[0]}; copy all parts of the pack"
+            )
+        identity = (folder / "index.json").read_bytes() + f"{folder} {_CACHE_FORMAT}".encode()
+        digest = hashlib.sha256(identity).hexdigest()[:16]
+        place = (default_cache() if cache is None else cache) / digest
+        if not (place / "complete").is_file():
+            _fill_cache(folder, place, index, processes)
+        return ClipSource(folder, place, split)
+
+    def arguments(self) -> tuple[Path, Path, str]:
+        """What another process passes to `ClipSource(...)` to open the same pixels."""
+        return self.folder, self.cache, self.split
 
 
 def _fill_cache(folder: Path, place: Path, index: PackIndex, processes: int) -> None:
@@ -653,6 +668,28 @@ def _fill_cache(folder: Path, place: Path, index: PackIndex, processes: int) -> 
 
 
 # ---------------------------------------------------------------- geometry shared by both renderers
+
+
+def detailed_place(
+    rng: np.random.Generator, detail: np.ndarray, height: int, width: int, size: CropSize
+) -> tuple[int, int]:
+    """One of three random crops, the more likely the more detail it has (flat sky teaches little)."""
+    rows, columns = rows_and_columns(size)
+    places = [
+        (int(rng.integers(height - rows + 1)), int(rng.integers(width - columns + 1))) for _ in range(3)
+    ]
+    down, right = _cells(size)
+    inside = [detail[y // _CELL :, x // _CELL :][:down, :right].mean() for y, x in places]
+    odds = np.array(inside) + 0.3 * detail.mean() + 1e-3
+    return places[rng.choice(3, p=odds / odds.sum())]
+
+
+def mirrored(clip: Tensor, spec: ClipSpec) -> Tensor:
+    """A crop [T, 3, H, W] of a shot, transposed and flipped as the spec says; contiguous."""
+    if spec.transpose:
+        clip = clip.transpose(2, 3)
+    axes = [axis for axis, flip in ((3, spec.flip_x), (2, spec.flip_y)) if flip]
+    return clip.flip(axes) if axes else clip.contiguous()
 
 
 def frame_numbers(spec: ClipSpec, shot_frames: int, frames: int) -> np.ndarray:

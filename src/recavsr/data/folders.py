@@ -9,10 +9,14 @@ cut too many costs little: a shot becomes two.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from recavsr.data.pack import (
     SHORTEST_SHOT,
@@ -21,6 +25,7 @@ from recavsr.data.pack import (
     PackIndex,
     _spread,
     find_cuts,
+    keyframes_of,
     thumbnail,
 )
 from recavsr.errors import InputError
@@ -90,40 +95,45 @@ def index_folders(
     held_out: int = 0,
     leave_out: Collection[Path] = (),
     on_skip: Callable[[Path, str], None] = lambda path, reason: None,
-    on_file: Callable[[Path], None] = lambda path: None,
+    workers: int = 0,
 ) -> PackIndex:
     """Index a folder of videos and one of photos, at their own sizes, by absolute paths.
 
     videos: video files, and folders of numbered pictures, at any depth. smallest_side: in pixels; smaller
     ones are skipped, and so are shots of fewer than 10 frames. held_out: so many of each, spread over the
     list, are for validation. leave_out: files not to use (resolved paths, such as those a quality report
-    flags). on_skip(path, reason) hears of everything not used, on_file(path) of every file before it is
-    read. A longer video counts more, by the square root of its shots. Raises InputError if nothing is left.
+    flags). on_skip(path, reason) hears of everything not used. workers: processes that read files; with 0
+    they are read in this one. A longer video counts more, by the square root of its shots. Raises InputError
+    if nothing is left.
     """
     if videos is None and photos is None:
         raise InputError("name a folder of videos or one of photos")
     if shots not in SHOT_METHODS:
         raise InputError(f"shots are found by one of {', '.join(SHOT_METHODS)}, not {shots}")
 
-    def entries(paths: list[Path], read: Callable[[Path], object]) -> list:
-        found = []
-        for path in (p.resolve() for p in paths):
-            if path in leave_out:
-                on_skip(path, "left out")
-                continue
-            on_file(path)
-            try:
-                found.append(read(path))
-            except _Skip as skip:
-                on_skip(path, str(skip))
-            except InputError as error:
-                on_skip(path, str(error).removeprefix(f"{path}: "))
-        return found
-
     found_videos = [] if videos is None else video_files(videos)
     found_photos = [] if photos is None else photo_files(photos)
-    packed_videos: list[PackedVideo] = entries(found_videos, lambda p: _video(p, shots, smallest_side))
-    packed_photos: list[PackedPhoto] = entries(found_photos, lambda p: _photo(p, smallest_side))
+    with ProcessPoolExecutor(workers, get_context("spawn")) if workers else nullcontext() as pool:
+
+        def entries(read: Callable[[Path], Any], paths: list[Path]) -> list:
+            given = [path.resolve() for path in paths]
+            wanted = [path for path in given if path not in leave_out]
+            job = partial(_entry, read)
+            made = map(job, wanted) if pool is None else pool.map(job, wanted, chunksize=4)
+            entry_of = dict(zip(wanted, made))
+            found = []
+            for path in given:
+                entry = entry_of.get(path, "left out")
+                if isinstance(entry, str):
+                    on_skip(path, entry)
+                else:
+                    found.append(entry)
+            return found
+
+        packed_videos: list[PackedVideo] = entries(
+            partial(_video, method=shots, smallest_side=smallest_side), found_videos
+        )
+        packed_photos: list[PackedPhoto] = entries(partial(_photo, smallest_side=smallest_side), found_photos)
     if not packed_videos and not packed_photos:
         raise InputError(f"{videos or photos}: nothing in it can be used for training")
     return PackIndex(_split(packed_videos, held_out), _split(packed_photos, held_out))
@@ -138,8 +148,18 @@ class _Skip(Exception):
     """Why a file is not used."""
 
 
+def _entry(read: Callable[[Path], Any], path: Path) -> Any:
+    """What `read` makes of a file, or why it is not used."""
+    try:
+        return read(path)
+    except _Skip as skip:
+        return str(skip)
+    except InputError as error:
+        return str(error).removeprefix(f"{path}: ")
+
+
 def _video(path: Path, method: ShotMethod, smallest_side: int) -> PackedVideo:
-    size, thumbnails = (0, 0), []
+    size, thumbnails, marks = (0, 0), [], []
     for planes in decode_planes(path):
         height, width = planes.luma.shape
         if size != (0, 0) and size != (height, width):
@@ -148,11 +168,15 @@ def _video(path: Path, method: ShotMethod, smallest_side: int) -> PackedVideo:
         if min(size) < smallest_side:
             raise _Skip(f"{width}x{height} is smaller than {smallest_side} pixels")
         thumbnails.append(thumbnail(planes))
+        marks.append((planes.pts, planes.is_keyframe))
     shots = cut_at(_cuts(path, method, thumbnails), len(thumbnails))
     if not shots:
         raise _Skip(f"no shot of {SHORTEST_SHOT} frames or more")
     weight = round(len(shots) ** 0.5, 4)
-    return PackedVideo(path.stem, str(path), "", len(thumbnails), size, size, weight, "train", shots)
+    keyframes = () if path.is_dir() else keyframes_of(marks)
+    return PackedVideo(
+        path.stem, str(path), "", len(thumbnails), size, size, weight, "train", shots, keyframes
+    )
 
 
 def _cuts(path: Path, method: ShotMethod, thumbnails: list) -> list[int]:

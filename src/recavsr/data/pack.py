@@ -27,7 +27,10 @@ _SMALLEST_SIDE = 256
 
 @dataclass(frozen=True)
 class PackedVideo:
-    """One clip: its file in the pack, its size, the size it is used at, its shots (first frame, frames)."""
+    """One clip: its file in the pack, its size, the size it is used at, its shots (first frame, frames).
+
+    `keyframes`: (number, pts) of frames where decoding can begin, for those who read a part of it.
+    """
 
     name: str
     file: str
@@ -38,6 +41,7 @@ class PackedVideo:
     weight: float
     split: str
     shots: tuple[tuple[int, int], ...]
+    keyframes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,12 @@ class PackIndex:
     photos: tuple[PackedPhoto, ...]
 
     def save(self, folder: Path) -> None:
-        """Write `index.json`."""
-        (folder / "index.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write `index.json`, an item a line."""
+        lists = (
+            f'"{name}": [\n' + ",\n".join(json.dumps(asdict(item)) for item in items) + "\n]"
+            for name, items in (("videos", self.videos), ("photos", self.photos))
+        )
+        (folder / "index.json").write_text("{" + ",\n".join(lists) + "}\n")
 
     @staticmethod
     def load(folder: Path) -> PackIndex:
@@ -79,6 +87,7 @@ class PackIndex:
                         "size": tuple(video["size"]),
                         "used_size": tuple(video["used_size"]),
                         "shots": tuple((first, count) for first, count in video["shots"]),
+                        "keyframes": tuple((number, pts) for number, pts in video.get("keyframes", ())),
                     }
                 )
                 for video in data["videos"]
@@ -195,12 +204,18 @@ class _Parts:
         return f"part{part}/{source.name}"
 
 
-def _read_video(path: Path) -> tuple[tuple[int, int], list[np.ndarray]]:
-    size, thumbnails = (0, 0), []
+def keyframes_of(marks: Iterable[tuple[int | None, bool]]) -> tuple[tuple[int, int], ...]:
+    """(number, pts) of the keyframes among all frames of a video, given as (pts, is it a keyframe)."""
+    return tuple((number, pts) for number, (pts, is_key) in enumerate(marks) if is_key and pts is not None)
+
+
+def _read_video(path: Path) -> tuple[tuple[int, int], list[np.ndarray], tuple[tuple[int, int], ...]]:
+    size, thumbnails, marks = (0, 0), [], []
     for planes in decode_planes(path):
         size = planes.luma.shape
         thumbnails.append(thumbnail(planes))
-    return (size[0], size[1]), thumbnails
+        marks.append((planes.pts, planes.is_keyframe))
+    return (size[0], size[1]), thumbnails, keyframes_of(marks)
 
 
 def build_pack(
@@ -222,7 +237,7 @@ def build_pack(
     parts = _Parts(output, part_bytes)
     videos, photos = [], []
     for name in names:
-        size, thumbnails = _read_video(data / name)
+        size, thumbnails, keyframes = _read_video(data / name)
         shots = _shots(thumbnails)
         if not shots or min(used_size(*size)) < _SMALLEST_SIDE:
             continue
@@ -239,6 +254,7 @@ def build_pack(
                 weight=round(weight, 4),
                 split="validation" if name in held_videos else "train",
                 shots=tuple(shots),
+                keyframes=keyframes,
             )
         )
     for name in photo_names:

@@ -33,6 +33,7 @@ from recavsr.data.clips import (
     ClipTable,
     CropSize,
     Selection,
+    StoredClips,
     render_table,
     rows_and_columns,
 )
@@ -79,14 +80,18 @@ class PairSettings:
 
 @dataclass(frozen=True)
 class Pair:
-    """One record: lr is uint8 [T, 3, h, w]; spec and degradation rebuild it."""
+    """One record: hq is float32 [T, 3, H, W] in [0, 1], lr uint8 [T, 3, h, w].
+
+    Spec and degradation rebuild it.
+    """
 
     spec: ClipSpec
     degradation: DegradationRecord
+    hq: Tensor
     lr: Tensor
 
 
-def make_pairs(source: ClipSource, settings: PairSettings, seed: int, index: int) -> list[Pair]:
+def make_pairs(source: StoredClips, settings: PairSettings, seed: int, index: int) -> list[Pair]:
     """The pairs of clip number `index`: a pure function of its arguments (on one kind of machine)."""
     rng = np.random.default_rng((seed, index))
     spec = source.sample(
@@ -95,15 +100,18 @@ def make_pairs(source: ClipSource, settings: PairSettings, seed: int, index: int
     clip = source.render(spec, settings.frames, settings.size)
     if settings.sharpen:
         clip = usm_sharpen(clip, settings.sharpen)
-    pairs = []
-    for _ in range(settings.degradations):
-        preset = str(rng.choice(list(settings.presets), p=_shares(settings.presets)))
-        scale = int(rng.choice(list(settings.scales), p=_shares(settings.scales)))
-        record = sample_degradation(rng, preset, settings.frames, scale)
-        if settings.bursts and rng.random() < settings.bursts:
-            record = with_noise_bursts(record, rng)
-        pairs.append(Pair(spec, record, apply_degradation(clip, record)))
-    return pairs
+    drawn = (draw_degradation(rng, settings) for _ in range(settings.degradations))
+    return [Pair(spec, record, clip, apply_degradation(clip, record)) for record in drawn]
+
+
+def draw_degradation(rng: np.random.Generator, settings: PairSettings) -> DegradationRecord:
+    """Draw preset, scale and everything else of one degradation."""
+    preset = str(rng.choice(list(settings.presets), p=_shares(settings.presets)))
+    scale = int(rng.choice(list(settings.scales), p=_shares(settings.scales)))
+    record = sample_degradation(rng, preset, settings.frames, scale)
+    if settings.bursts and rng.random() < settings.bursts:
+        record = with_noise_bursts(record, rng)
+    return record
 
 
 def _shares(mix: dict[Any, float]) -> np.ndarray:
@@ -144,7 +152,7 @@ class _Feed:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes = []
-        with _environment(_WORKER_ENVIRONMENT):
+        with environment(WORKER_ENVIRONMENT):
             for number in range(workers):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(
@@ -215,7 +223,7 @@ class _Feed:
 
 # One thread each (numerical libraries read this when they are imported), and a heap that keeps freed
 # clips instead of giving their pages back to the system and faulting them in again.
-_WORKER_ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -224,7 +232,7 @@ _WORKER_ENVIRONMENT = {
 }
 
 
-class _environment:
+class environment:
     """Sets environment variables for the length of a with block."""
 
     def __init__(self, values: dict[str, str]) -> None:
@@ -329,6 +337,14 @@ class TrainingPool:
     def count(self) -> int:
         """Records in the pool."""
         return sum(ring.count for ring in self._rings.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the random state of the drawing, and how many records were received."""
+        return {"random": self._rng.bit_generator.state, "made": self.made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on drawing from a position. What the pool holds stays: it depends on the workers' speed."""
+        self._rng.bit_generator.state = state["random"]
 
     def fill(self, minimum: int, *, patience_s: float = 180.0) -> None:
         """Wait until the pool holds `minimum` records and some of every scale.

@@ -25,11 +25,11 @@ import json
 import math
 import re
 import shutil
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -233,12 +233,21 @@ def _sharded(folder: Path) -> _Part:
 
 
 def _load_pickled(path: Path) -> dict[str, Tensor]:
+    """Read tensors by name from PyTorch's zip format, or the one before it; nothing in the file is run."""
+    if tarfile.is_tarfile(path):
+        raise InputError(
+            f"{path} is in PyTorch's first format (tar), which can not be read as weights alone; where you "
+            "trust it, load it and save it again by torch.save"
+        )
     try:
         # Only zip archives (PyTorch 1.6 and later) can be mapped instead of read.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} can not be read as a file of weights alone: {reason}") from error
+    except Exception as error:  # where bytes are damaged, the unpickler fails in any way
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise InputError(
+                f"{path} holds more than weights ({found[1]}) and is refused: to read that is to run code"
+            ) from error
+        raise InputError(f"{path} can not be read as a file of weights: is it complete?") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise InputError(f"{path} must hold tensors by name and nothing else")
     return content

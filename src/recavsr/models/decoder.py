@@ -337,7 +337,8 @@ class FlashDecoder(nn.Module):
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
 
         first = state.next_position
-        split = self.backbone[0].attention.split if self.backbone else self.refinement[0].attention.split
+        some = cast(DecoderLayer, self.backbone[0] if self.backbone else self.refinement[0])
+        split = some.attention.split
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
         window = plan_window(grid, self.config.window, x.device)

@@ -5,6 +5,9 @@ H W rows and columns of a clip, F frames.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,8 +17,8 @@ import torch
 from torch import Tensor
 
 from recavsr.data.clips import ClipSource
-from recavsr.data.degradation import usm_sharpen
 from recavsr.data.pool import PairSettings, TrainingPool, make_pairs, upsample_lr
+from recavsr.data.stream import ClipStream, PairLoader, StreamedPair, StreamedPairs
 from recavsr.errors import InputError
 from recavsr.training.distributed import World
 from recavsr.training.objective import Batch, BatchSettings
@@ -113,11 +116,105 @@ class PairSource:
         if frames == 1 and settings.image_video_fraction is not None:
             settings = replace(settings, video_fraction=settings.image_video_fraction)
         (pair,) = make_pairs(self._clips, settings, self._seed, index)
-        hq = self._clips.render(pair.spec, frames, settings.size)
-        if settings.sharpen:
-            hq = usm_sharpen(hq, settings.sharpen)
         lr = upsample_lr(pair.lr, settings.size)
-        return hq.transpose(0, 1).mul(2).sub_(1), lr.transpose(0, 1).contiguous()
+        return pair.hq.transpose(0, 1).mul(2).sub_(1), lr.transpose(0, 1).contiguous()
+
+
+class StreamSource:
+    """Batches of a `ClipStream`: a pure function of (seed, number) for sets of any size, made by processes.
+
+    The same for any number of ranks and of workers. Clips and images have an order each, so that every shot
+    comes once in a pass. A damaged file is passed over, with a line to `say` when it is first met; raises
+    InputError where more than `tolerated` of this rank's draws, or eight in a row, met one.
+    """
+
+    def __init__(
+        self,
+        stream: ClipStream,
+        pairs: PairSettings,
+        world: World,
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        tolerated: float = 0.02,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._pairs = StreamedPairs(stream, pairs, seed)
+        self._loader = PairLoader(self._pairs, workers, pinned=world.device.type == "cuda")
+        self._world, self._seed, self._tolerated, self._say = world, seed, tolerated, say
+        self._number = 0
+        self._drawn = {"clips": 0, "images": 0}  # of all ranks, before the next batch
+        self._ahead: tuple[BatchSettings, Iterator[StreamedPair]] | None = None
+        self._made = 0
+        self._damaged: Counter[str] = Counter()
+
+    def batch(self, settings: BatchSettings) -> Batch:
+        """Return this rank's clips of the next batch: [B, 3, F, H, W]."""
+        if self._ahead is None or self._ahead[0] != settings:
+            self._pairs.draw(0, settings.frames)  # says here, not in a worker, that nothing is large enough
+            self._ahead = settings, self._loader.pairs(self._keys(settings))
+        count, frames = size_of_batch(settings, self._seed, self._number)
+        pairs = [self._checked(next(self._ahead[1])) for _ in self._own(0, count)]
+        self._number += 1
+        self._drawn[_order_of(frames)] += count
+        size = self._pairs.settings.size
+        hq = torch.stack([self._on_device(pair.hq) for pair in pairs])
+        lr = torch.stack([upsample_lr(self._on_device(pair.lr), size) for pair in pairs])
+        return Batch(hq.transpose(1, 2).float().div_(127.5).sub_(1), lr.transpose(1, 2).contiguous())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of the next batch, its first clip and its first image."""
+        return {"number": self._number, **self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at a batch."""
+        self._number = state["number"]
+        self._drawn = {name: state[name] for name in self._drawn}
+        self._ahead = None
+
+    def describe(self, number: int) -> str:
+        """Name seed and batch."""
+        return f"batch seed ({self._seed}, {number})"
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._ahead = None
+        self._loader.close()
+
+    def _keys(self, settings: BatchSettings) -> Iterator[tuple[int, int]]:
+        """Yield (number, frames) of this rank's clips, from the next batch on without end."""
+        drawn = dict(self._drawn)
+        for number in itertools.count(self._number):
+            count, frames = size_of_batch(settings, self._seed, number)
+            for index in self._own(drawn[_order_of(frames)], count):
+                yield index, frames
+            drawn[_order_of(frames)] += count
+
+    def _own(self, first: int, count: int) -> range:
+        share = self._world.share(count, "clips of a batch")
+        return range(first + self._world.rank * share, first + (self._world.rank + 1) * share)
+
+    def _on_device(self, clip: Tensor) -> Tensor:
+        return clip.to(self._world.device, non_blocking=True)
+
+    def _checked(self, pair: StreamedPair) -> StreamedPair:
+        self._made += 1
+        for file, reason in pair.damaged:
+            if file not in self._damaged:
+                self._say(f"passed over: {file}: {reason}")
+            self._damaged[file] += 1
+        met = self._damaged.total()
+        if not pair.hq.numel() or met > max(8, self._tolerated * self._made):
+            file, reason = pair.damaged[-1]
+            raise InputError(
+                f"{met} of {self._made} draws met damaged files, {len(self._damaged)} different ones, the "
+                f"last {file} ({reason}): is the set complete, and its index new?"
+            )
+        return pair
+
+
+def _order_of(frames: int) -> str:
+    return "images" if frames == 1 else "clips"
 
 
 class PoolSource:
@@ -138,14 +235,14 @@ class PoolSource:
         return Batch(*self._pool.batch(self._world.share(count, "clips of a batch"), frames))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch's number, the drawing's random state, and how many records the run had made."""
-        random = self._pool._rng.bit_generator.state
-        return {"number": self._number, "random": random, "made": self._made_before + self._pool.made}
+        """Return the batch's number, the pool's position, and how many records the run had made."""
+        pool = self._pool.state_dict()
+        return {"number": self._number, **pool, "made": self._made_before + pool["made"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on drawing from a position."""
         self._number = state["number"]
-        self._pool._rng.bit_generator.state = state["random"]
+        self._pool.load_state_dict(state)
 
     def describe(self, number: int) -> str:
         """Name seed and batch; a pool with workers can't draw it again."""

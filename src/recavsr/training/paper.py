@@ -330,19 +330,19 @@ def _long(steps: int) -> RunSettings:
 def paper_5b_adaptation() -> Recipe:
     """Stage 1 of the paper, first part: 70K updates of VSR adaptation, every layer with W_6. Eight GPUs."""
     stage = stage1_stage("adaptation", _long(70_000), STAGE1)
-    return Recipe(about(paper_5b_adaptation), (stage,), PAIRS, data="exact")
+    return Recipe(about(paper_5b_adaptation), (stage,), PAIRS, data="stream")
 
 
 def paper_5b_routing() -> Recipe:
     """Stage 1 of the paper, second part: 30K updates of route learning. Eight GPUs."""
     stage = stage1_stage("routing", _long(30_000), replace(STAGE1, phase=RouteLearning()))
-    return Recipe(about(paper_5b_routing), (stage,), PAIRS, data="exact")
+    return Recipe(about(paper_5b_routing), (stage,), PAIRS, data="stream")
 
 
 def paper_5b_stage2() -> Recipe:
     """Stage 2 of the paper: 10K updates of one-step adversarial training by self-rollout. Eight GPUs."""
     return Recipe(
-        about(paper_5b_stage2), (stage2_stage(_long(10_000), Stage2Settings()),), PAIRS, data="exact"
+        about(paper_5b_stage2), (stage2_stage(_long(10_000), Stage2Settings()),), PAIRS, data="stream"
     )
 
 
@@ -350,7 +350,7 @@ def paper_5b_decoder() -> Recipe:
     """The paper's LR-conditioned FlashDecoder: up to 500K updates on 17-frame clips. Eight GPUs."""
     stage = decoder_stage(_long(500_000), DecoderSettings(checkpoint=True))
     pairs = replace(PAIRS, frames=17, size=(896, 1344))
-    return Recipe(about(paper_5b_decoder), (stage,), pairs, data="exact")
+    return Recipe(about(paper_5b_decoder), (stage,), pairs, data="stream")
 
 
 def paper_debug() -> Recipe:
@@ -378,7 +378,7 @@ def paper_debug() -> Recipe:
     )
     pairs = replace(PAIRS, frames=frames, size=(64, 96))
     return Recipe(
-        about(paper_debug), stages, pairs, data="exact", sample_of_data=(2, 8), make_start=tiny_start
+        about(paper_debug), stages, pairs, data="stream", sample_of_data=(2, 8), make_start=tiny_start
     )
 
 

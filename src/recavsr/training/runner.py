@@ -10,10 +10,10 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,14 +21,21 @@ import torch
 from recavsr.data.clips import ClipSource
 from recavsr.data.pack import build_pack
 from recavsr.data.pool import PairSettings, TrainingPool
+from recavsr.data.stream import ClipStream
 from recavsr.errors import InputError
 from recavsr.models.generator import Generator
-from recavsr.training.batches import BatchSource, PairSource, PoolSource
+from recavsr.training.batches import BatchSource, PairSource, PoolSource, StreamSource
 from recavsr.training.checkpoints import complete, read_run
 from recavsr.training.distributed import World, join
 from recavsr.training.loop import RunSettings, train
 from recavsr.training.nano import schedule_text
 from recavsr.training.objective import Batch, Objective
+
+Clips = TypeVar("Clips", ClipSource, ClipStream)
+
+DataSource = Literal["pool", "exact", "stream"]
+"""Where batches come from: a pool for throughput; exactly repeatable batches of a set that was decoded whole;
+exactly repeatable ones of a set of any size, each clip decoded from its file."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Recipe:
     about: str
     stages: tuple[RecipeStage, ...]
     pairs: PairSettings = field(default_factory=PairSettings)
-    data: Literal["pool", "exact"] = "pool"  # a pool for throughput, or exactly repeatable batches
+    data: DataSource = "pool"
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
     make_start: Callable[[Path], None] | None = None  # writes what to start from where a user names nothing
     checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
@@ -113,7 +120,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = True
         tell = say if world.leads else _silent
-        with _open_data(recipe, options, world, tell) as source_of:
+        with _open_data(recipe, options, world, say) as source_of:
             options.out.mkdir(parents=True, exist_ok=True)  # not before the data is known to be usable
             train_stages(recipe, options, world, source_of, tell)
 
@@ -199,7 +206,7 @@ def _run_stage(
         world,
         resume=options.resume,
         sample=getattr(objective, "sample", None),
-        facts=facts_of(objective),
+        facts={**facts_of(objective), "data": recipe.data},
         say=say,
     )
     objective.advance(0.0)
@@ -226,7 +233,7 @@ def _check_batches(source: BatchSource, count: int, objective: Objective) -> lis
     if not count:
         return []
     position = source.state_dict()
-    source.load_state_dict({"number": 2**40, "first": 2**40})
+    source.load_state_dict(dict.fromkeys(position, 2**40))
     batches = [source.batch(objective.batches) for _ in range(count)]
     source.load_state_dict(position)
     return batches
@@ -273,15 +280,27 @@ def _open_data(
 
     Every stage has its own, so that it does not matter where the stage before left off.
     """
+    tell = say if world.leads else _silent
     if world.leads:
-        pack = _pack(recipe, options, say)
+        pack = _pack(recipe, options, tell)
     pack = world.agree(pack if world.leads else None)
-    # One process decodes; the others find the pixels in the cache.
-    for turn in (True, False):
-        if world.leads == turn:
-            cache = pack.parent / "decoded" if recipe.sample_of_data else None
-            clips = ClipSource.open(pack, cache=cache, processes=options.workers)
-        world.barrier()
+    cache = options.out / "data" / "decoded" if recipe.sample_of_data else None
+    if recipe.data == "stream":
+        stream = _in_turn(world, lambda: ClipStream.open(pack, cache=cache))
+        with ExitStack() as stack:
+
+            def source(stage: int) -> BatchSource:
+                stack.pop_all().close()  # the workers of the stage before
+                seed = options.seed + 1000 * stage
+                return stack.enter_context(
+                    closing(
+                        StreamSource(stream, recipe.pairs, world, seed=seed, workers=options.workers, say=say)
+                    )
+                )
+
+            yield source
+        return
+    clips = _in_turn(world, lambda: ClipSource.open(pack, cache=cache, processes=options.workers))
     if recipe.data == "exact":
         yield lambda stage: PairSource(
             clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
@@ -293,9 +312,20 @@ def _open_data(
         pack, world.device, workers=options.workers, settings=recipe.pairs, seed=seed, first=made
     ) as pool:
         pool.fill(options.fill)
-        say(f"pool: {pool.count} records")
+        tell(f"pool: {pool.count} records")
         yield lambda stage: PoolSource(pool, world, seed=options.seed, made_before=made)
-        say(f"pool: {pool.made} records made")
+        tell(f"pool: {pool.made} records made")
+
+
+def _in_turn(world: World, opens: Callable[[], Clips]) -> Clips:
+    """Open data on rank 0, which leaves it in the cache, then on the others."""
+    if world.leads:
+        clips = opens()
+    world.barrier()
+    if not world.leads:
+        clips = opens()
+    world.barrier()
+    return clips
 
 
 def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Path:
@@ -305,8 +335,8 @@ def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Pa
         return data
     if not (data / "manifest.tsv").is_file():
         raise InputError(
-            f"{data} holds no training data: neither a pack (index.json) nor a data folder "
-            "(manifest.tsv, train_video/, photos/)"
+            f"{data} holds no training data: neither an index or pack (index.json, made by `recavsr data "
+            "index`) nor a data folder (manifest.tsv, train_video/, photos/)"
         )
     pack = options.out / "data" / "pack"
     if (pack / "index.json").is_file():

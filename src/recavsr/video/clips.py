@@ -28,12 +28,18 @@ def read_clip(path: Path, frames: int | None = None) -> np.ndarray:
         return np.stack([item.pixels for item in reader if isinstance(item, Frame)])
 
 
-def write_clip(path: Path, frames: Iterable[np.ndarray], rate: Fraction | int, crf: int = 17) -> None:
-    """Write RGB frames [H, W, 3], uint8, sides even, as H.264 4:2:0 in BT.709; replaces an existing file."""
+def write_clip(
+    path: Path, frames: Iterable[np.ndarray], rate: Fraction | int, crf: int = 17, keyint: int = 250
+) -> None:
+    """Write RGB frames [H, W, 3], uint8, sides even, as H.264 4:2:0 in BT.709; replaces an existing file.
+
+    keyint: most frames from one keyframe to the next.
+    """
     pending = PendingOutput(path, overwrite=True)
     try:
         with av.open(str(pending.path), "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": "fast"})
+            options = {"crf": str(crf), "preset": "fast", "g": str(keyint)}
+            stream = container.add_stream("libx264", rate=rate, options=options)
             to_frame = FromRgb("yuv420p", _BT709)
             for index, pixels in enumerate(frames):
                 if index == 0:

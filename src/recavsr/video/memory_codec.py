@@ -1,15 +1,17 @@
 """Pixels in and out of codecs without a file in between: what training data needs of PyAV.
 
 `code_clip` pushes a clip through an encoder and its decoder in memory (the compression damage of
-RealBasicVSR's degradation); `decode_planes` reads a file's luma and chroma planes, 8-bit 4:2:0 as they are.
+RealBasicVSR's degradation); `decode_planes` reads a file's luma and chroma planes, 8-bit 4:2:0 as they are,
+`decode_planes_from` a part of a file.
 
 T frames, H W rows and columns of the luma plane (both even in `code_clip`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,9 @@ from typing import Literal
 import av
 import av.error
 import numpy as np
+from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
 from recavsr.video.color import ACCURATE
@@ -89,6 +93,16 @@ class Planes:
     red: np.ndarray
     full_range: bool
     matrix: str  # "bt709" or "bt601"
+    pts: int | None = None  # in the stream's own time base
+    is_keyframe: bool = False
+
+    def crop(self, y: int, x: int, rows: int, columns: int) -> Planes:
+        """A part of the frame; y and x even."""
+        luma = (slice(y, y + rows), slice(x, x + columns))
+        chroma = luma
+        if self.blue.shape != self.luma.shape:
+            chroma = (slice(y // 2, (y + rows + 1) // 2), slice(x // 2, (x + columns + 1) // 2))
+        return replace(self, luma=self.luma[luma], blue=self.blue[chroma], red=self.red[chroma])
 
 
 def _crop(plane: av.video.plane.VideoPlane, height: int, width: int) -> np.ndarray:
@@ -121,11 +135,67 @@ def decode_planes(path: Path | str) -> Iterator[Planes]:
         raise InputError(f"{path}: can't be read ({error})") from error
 
 
+def decode_planes_from(
+    path: Path | str, first: int, keyframe: tuple[int, int] | None = None
+) -> Iterator[Planes]:
+    """Decode a video like `decode_planes`, from frame number `first` on.
+
+    keyframe: number and pts of a keyframe at or before `first`, where decoding can begin; without one, or
+    where the file can't be entered there, it is decoded from its beginning. Raises InputError for a file
+    that can not be read, and at a damaged frame.
+    """
+    path = Path(path)
+    if path.is_dir():
+        pictures = sorted(filter(is_picture, path.iterdir()), key=natural_order)
+        for picture in pictures[first:]:
+            yield from decode_planes(picture)
+        return
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise InputError(f"{path}: there is no picture in it")
+            stream = container.streams.video[0]
+            stream.thread_count = 1
+            frames, number = _entered(container, stream, keyframe), keyframe[0] if keyframe else 0
+            if frames is None:
+                container.seek(0, stream=stream)
+                frames, number = container.decode(stream), 0
+            to_444 = VideoReformatter()
+            for frame in itertools.islice(frames, first - number, None):
+                if frame.is_corrupt:
+                    raise InputError(f"{path}: damaged at {frame.time} s")
+                yield _planes(frame, to_444)
+    except (av.error.FFmpegError, OSError) as error:
+        raise InputError(f"{path}: can't be read ({error})") from error
+
+
+def _entered(
+    container: InputContainer, stream: VideoStream, keyframe: tuple[int, int] | None
+) -> Iterator[av.VideoFrame] | None:
+    """The frames from a keyframe on, or None where seeking does not lead there."""
+    if keyframe is None:
+        return None
+    pts = keyframe[1]
+    try:
+        container.seek(pts, stream=stream)
+        frames = container.decode(stream)
+        # Before the keyframe itself may come frames shown earlier that refer to what was not decoded.
+        for frame in frames:
+            if frame.pts is None or frame.pts > pts:
+                return None
+            if frame.pts == pts:
+                return itertools.chain([frame], frames)
+    except av.error.FFmpegError:
+        pass
+    return None
+
+
 _SWS_BT601 = 5
 
 
 def _planes(frame: av.VideoFrame, to_444: VideoReformatter) -> Planes:
     height, width = frame.height, frame.width
+    pts, is_keyframe = frame.pts, bool(frame.key_frame)
     name = frame.format.name
     full = name.startswith("yuvj") or int(frame.color_range) == 2
     space = int(frame.colorspace)
@@ -149,4 +219,5 @@ def _planes(frame: av.VideoFrame, to_444: VideoReformatter) -> Planes:
                 frame, format="yuv444p", src_color_range=value, dst_color_range=value, interpolation=ACCURATE
             )
     luma, blue, red = frame.planes
-    return Planes(_crop(luma, height, width), _crop(blue, *half), _crop(red, *half), full, matrix)
+    parts = (_crop(luma, height, width), _crop(blue, *half), _crop(red, *half))
+    return Planes(*parts, full, matrix, pts, is_keyframe)
