@@ -378,6 +378,9 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
 
 def compile_parts(model: NanoTraining) -> None:
     """Compile the layers (not the rollout): the same few shapes serve every block."""
+    # Layers share their code, and each layer, shape and kind of pass (training, a sample) is a variant of
+    # it: more of them than the 8 after which Dynamo gives up.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     for block in model.generator.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     for layer in [*model.decoder.backbone, *model.decoder.refinement]:
