@@ -155,10 +155,12 @@ class Failing(IdentityModel):
         super().__init__()
         self.error = error
 
-    def step(self, state: Any, lr_frames: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def step(
+        self, state: Any, lr_frames: torch.Tensor, wanted: int | None = None
+    ) -> tuple[Any, torch.Tensor]:
         if state.block == 1:
             raise self.error
-        return super().step(state, lr_frames)
+        return super().step(state, lr_frames, wanted)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])

@@ -77,14 +77,16 @@ class Breaking:
         self.name, self.fingerprint, self.size_multiple = model.name, model.fingerprint, model.size_multiple
         self.blocks, self.device, self.start = model.blocks, model.device, model.start
 
-    def step(self, state: Any, lr_frames: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def step(
+        self, state: Any, lr_frames: torch.Tensor, wanted: int | None = None
+    ) -> tuple[Any, torch.Tensor]:
         if not self._left:
             deadline = time.monotonic() + 60
             while self._run is not None and self._kept() < self._frames and time.monotonic() < deadline:
                 time.sleep(0.01)
             raise self._error
         self._left -= 1
-        return self._model.step(state, lr_frames)
+        return self._model.step(state, lr_frames, wanted)
 
     def _kept(self) -> int:
         assert self._run is not None

@@ -70,6 +70,20 @@ def test_a_short_last_block_changes_nothing_before_it(model: BlockModel) -> None
     assert np.array_equal(short[:29], long[:29])
 
 
+@pytest.mark.parametrize(("block", "wanted", "made"), [(0, 1, 1), (0, 2, 5), (0, 20, 21), (1, 3, 4), (1, 5, 8)])
+def test_the_end_of_a_stream_decodes_no_more_than_is_wanted(
+    tiny: BlockModel, block: int, wanted: int, made: int
+) -> None:
+    lr = torch.rand(1, 3, 29, 24, 40) * 2 - 1
+    pieces, state = lr.split([21, 8], dim=2), tiny.start(24, 40)
+    for piece in pieces[:block]:
+        state, _ = tiny.step(state, piece)
+    _, whole = tiny.step(state, pieces[block])
+    _, part = tiny.step(state, pieces[block], wanted)
+    assert part.shape[2] == made
+    torch.testing.assert_close(part, whole[:, :, :made], atol=1e-5, rtol=1e-5)
+
+
 def test_blocks_come_as_soon_as_they_are_complete(model: BlockModel) -> None:
     session = Session(model, LR, OUT)
     assert session.push(frames(20)) == []

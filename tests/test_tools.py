@@ -51,6 +51,22 @@ def test_the_mean_of_weights_is_shared_out_as_asked(folders: list[Path], tmp_pat
             torch.testing.assert_close(value, 0.25 * first[key] + 0.75 * second[key])
 
 
+def test_only_the_decoder_may_be_drawn_back(folders: list[Path], tmp_path: Path) -> None:
+    one, two = folders
+    config = json.loads((two / "model_config.json").read_text())
+    (two / "model_config.json").write_text(json.dumps({**config, "eps": 1e-3}))  # another generator
+    done = average(f"{one}=0.25", f"{two}=0.75", "--decoder-only", "-o", str(tmp_path / "mean"))
+    assert done.returncode == 0, done.stderr
+    for name in ("model_config.json", "transformer.safetensors", "prompt.safetensors"):
+        assert (tmp_path / "mean" / name).read_bytes() == (one / name).read_bytes()
+    first, second, mean = (
+        load_file(str(folder / "flashdecoder.safetensors")) for folder in (one, two, tmp_path / "mean")
+    )
+    for key, value in mean.items():
+        kept = key == "latent_projection.weight"
+        torch.testing.assert_close(value, first[key] if kept else 0.25 * first[key] + 0.75 * second[key])
+
+
 def test_what_does_not_fit_together_is_refused(folders: list[Path], tmp_path: Path) -> None:
     one, two = folders
     output = tmp_path / "mean"

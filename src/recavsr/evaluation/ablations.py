@@ -89,9 +89,11 @@ class Ablated(ReCaVSR):
         self.__dict__.update(model.__dict__)
         self.name, self.variant = f"{model.name} {variant}", variant
 
-    def step(self, state: StreamState, lr_frames: Tensor) -> tuple[StreamState, Tensor]:
+    def step(
+        self, state: StreamState, lr_frames: Tensor, wanted: int | None = None
+    ) -> tuple[StreamState, Tensor]:
         """Make the next block without what the variant forgets."""
-        return super().step(forget(state, FORGETTING.get(self.variant, ())), lr_frames)
+        return super().step(forget(state, FORGETTING.get(self.variant, ())), lr_frames, wanted)
 
     def generate(self, state: StreamState, lr_frames: Tensor) -> tuple[GeneratorState, Tensor]:
         """Make the SR latents of the next block, and spoil them where the variant says so."""

@@ -203,11 +203,12 @@ class Session:
         if count < wanted:
             frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
         lr_frames = prepare_lr_frames(frames, self.out_size, self.model.size_multiple, self.model.device)
-        self._state, sr_frames = self.model.step(self._state, lr_frames)
+        self._state, sr_frames = self.model.step(self._state, lr_frames, count if count < wanted else None)
+        lr_frames = lr_frames[:, :, : sr_frames.shape[2]]
         height, width = self.out_size
         if self.color_fix == "adain":
             sr_frames = adain(sr_frames.float().clamp(-1, 1), lr_frames)
         elif self.color_fix == "wavelet":
-            sr_frames = wavelet(sr_frames[..., :height, :width], frames)
+            sr_frames = wavelet(sr_frames[..., :height, :width], frames[: sr_frames.shape[2]])
         self._block += 1
         return to_picture(sr_frames[:, :, :count], self.out_size, frames.dtype)

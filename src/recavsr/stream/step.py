@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recavsr.geometry import BlockPlan
+from recavsr.geometry import BlockPlan, frames_of_latents
 from recavsr.models.decoder import DecoderState, FlashDecoder
 from recavsr.models.generator import Generator, GeneratorState
 from recavsr.state import State
@@ -34,8 +35,12 @@ class BlockModel(Protocol):
         """Return the state at the start of a shot, for a padded output size."""
         ...
 
-    def step(self, state: Any, lr_frames: Tensor) -> tuple[Any, Tensor]:
-        """Turn the LR frames [1, 3, F, H, W] of the next block into SR frames, both in [-1, 1]."""
+    def step(self, state: Any, lr_frames: Tensor, wanted: int | None = None) -> tuple[Any, Tensor]:
+        """Turn the LR frames [1, 3, F, H, W] of the next block into SR frames, both in [-1, 1].
+
+        At a shot's end only its first `wanted` frames may be asked for: as many come at least, and the
+        state is not used again.
+        """
         ...
 
 
@@ -76,13 +81,21 @@ class ReCaVSR:
         return StreamState(self.generator.start(), self.decoder.start(), height, width, seed, shot, 0)
 
     @torch.inference_mode()
-    def step(self, state: StreamState, lr_frames: Tensor) -> tuple[StreamState, Tensor]:
+    def step(
+        self, state: StreamState, lr_frames: Tensor, wanted: int | None = None
+    ) -> tuple[StreamState, Tensor]:
         """Make the next block: LR frames [1, 3, F, H, W] to SR frames [1, 3, F, H, W], in [-1, 1].
 
-        Frames are not clamped. The state given is spent.
+        Frames are not clamped. The state given is spent. With `wanted` only the latents of the first so many
+        frames are decoded, and the state returned serves no further block.
         """
         lr_frames = lr_frames.to(self.generator.head.weight.dtype)
         generator, sr_latents = self.generate(state, lr_frames)
+        if wanted is not None:  # the decoder looks back only: later latents change nothing
+            first = self.blocks.first_latent(state.block)
+            latents = next(n for n in count(1) if frames_of_latents(first, n) >= wanted)
+            sr_latents = sr_latents[:, :, :latents]
+            lr_frames = lr_frames[:, :, : frames_of_latents(first, latents)]
         decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames)
         after = StreamState(
             generator, decoder, state.height, state.width, state.seed, state.shot, state.block + 1
@@ -139,6 +152,8 @@ class IdentityModel:
         """Return the state before the first block."""
         return IdentityState(0)
 
-    def step(self, state: IdentityState, lr_frames: Tensor) -> tuple[IdentityState, Tensor]:
+    def step(
+        self, state: IdentityState, lr_frames: Tensor, wanted: int | None = None
+    ) -> tuple[IdentityState, Tensor]:
         """Return the LR frames, which are already at the output size."""
         return IdentityState(state.block + 1), lr_frames
