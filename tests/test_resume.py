@@ -123,15 +123,15 @@ def test_a_run_that_fails_twice_ends_with_the_same_frames(
         if state.stage == "kept":
             kept.append(state.frames)
 
-    for blocks, frames, error in ((6, 53, RuntimeError("out of memory")), (8, 116, KeyboardInterrupt())):
+    for blocks, frames, error in ((6, 53, RuntimeError("out of memory")), (9, 124, KeyboardInterrupt())):
         model = Breaking(tiny, blocks, error, out, frames)
         with pytest.raises(type(error)):
             upscale(film, out, model=model, resume=True, progress=note, **options)
         assert not out.exists()
         assert work_folder(out).is_dir()
-    assert kept == [53, 116]
+    assert kept == [53, 124]
     report = upscale(film, out, model=tiny, resume=True, **options)
-    assert (report.frames, report.resumed_at, report.cuts) == (153, 116, (71,))
+    assert (report.frames, report.resumed_at, report.cuts) == (153, 124, (71,))
     assert same_file(out, whole)
     assert not work_folder(out).exists()
 

@@ -6,10 +6,10 @@
         packets                 the encoded picture up to there (or `pictures/`)
         output                  the file in the making
 
-Every `MARK_FRAMES` frames the encoder closes its group of pictures, in every run, so that a continued run
-gives the same frames as one in one piece; a checkpoint is saved there unless the last one is younger than
-`CHECKPOINT_SECONDS`. A continued run decodes its source from the beginning again, without using the model,
-muxes the packets that are there, and goes on.
+At every cut, and in a shot every `MARK_FRAMES` frames, the encoder closes its group of pictures, in every
+run, so that a continued run gives the same frames as one in one piece; a checkpoint is saved there unless the
+last one is younger than `CHECKPOINT_SECONDS`. A continued run decodes its source from the beginning again,
+without using the model, muxes the packets that are there, and goes on.
 """
 
 from __future__ import annotations
