@@ -74,7 +74,12 @@ class _Encoder:
     """Encodes the frames of a picture. After `end` the next one knows nothing of those before it."""
 
     def __init__(
-        self, info: VideoInfo, container: Container, encoding: Encoding, size: tuple[int, int], aspect: Fraction
+        self,
+        info: VideoInfo,
+        container: Container,
+        encoding: Encoding,
+        size: tuple[int, int],
+        aspect: Fraction,
     ) -> None:
         self._info, self._container, self._encoding = info, container, encoding
         self._size, self._aspect = size, aspect
@@ -323,7 +328,8 @@ class VideoWriter:
         """Log and mux what the encoder gives."""
         for packet in packets:
             if self._log is not None:
-                self._log.append(packet)
+                # Whether it comes from the encoder or from the log must not show in the file.
+                packet = self._log.append(packet)
             self._mux(packet)
 
     def _mux(self, packet: Packet) -> None:
