@@ -20,7 +20,7 @@ import torch
 from media import ffmpeg, packets, times
 from recavsr.errors import InputError
 from recavsr.stream import pipeline, resume
-from recavsr.stream.batch import FileStatus, upscale_folder
+from recavsr.stream.batch import FileStatus, upscale_many
 from recavsr.stream.engine import Progress, UpscaleReport, upscale
 from recavsr.stream.resume import work_folder
 from recavsr.stream.step import BlockModel, IdentityModel
@@ -244,7 +244,7 @@ def test_folders_skip_what_is_done_and_continue_the_rest(
         (folder / name).write_bytes(film.read_bytes())
     upscale(folder / "a.mkv", out / "a.mkv", model=tiny, **OPTIONS)
     break_off(tiny, folder / "b.mkv", out / "b.mkv")
-    report = upscale_folder(folder, out, model=tiny, resume=True, **OPTIONS)
+    report = upscale_many(folder, out, model=tiny, resume=True, **OPTIONS)
     assert [r.status for r in report.files] == [FileStatus.SKIPPED, FileStatus.DONE, FileStatus.DONE]
     resumed = [r.report.resumed_at for r in report.files if isinstance(r.report, UpscaleReport)]
     assert resumed[0] > 0
