@@ -61,7 +61,6 @@ class Dispatcher:
         self._ray, self._on_note, self._on_frames = ray, on_note, on_frames
         self._waiting: deque[Task] = deque()
         self._lost: Counter[Task] = Counter()
-        self._failed_starts: Counter[Any] = Counter()
         self._places: dict[Any, Place] = {}
         self._running: dict[Any, tuple[Any, Task | None]] = {}  # what a reference waits for; no task: a start
         self._free: deque[Any] = deque()
@@ -70,7 +69,7 @@ class Dispatcher:
             num_cpus=room.threads,
             num_gpus=int(room.gpu),
             max_restarts=-1,
-            max_task_retries=0,
+            max_task_retries=ATTEMPTS - 1,  # of a start: Ray waits for the process and asks it again
             scheduling_strategy="SPREAD",
             concurrency_groups={"watch": 1},
         )(Worker)
@@ -118,7 +117,8 @@ class Dispatcher:
         self._running[worker.prepare.remote()] = (worker, None)
 
     def _hand_out(self, worker: Any, task: Task) -> None:
-        self._running[worker.do.remote(task)] = (worker, task)
+        reference = worker.do.options(max_task_retries=0).remote(task)  # a lost task goes to another worker
+        self._running[reference] = (worker, task)
         self._on_note(Started(task, self._places[worker]))
 
     def _take(self, reference: Any) -> Iterator[tuple[Task, Any]]:
@@ -131,16 +131,12 @@ class Dispatcher:
             cause = error.cause
             raise cause if isinstance(cause, InputError) else InputError(_one_line(cause)) from None
         except self._ray.exceptions.RayError:
-            if task is not None:
+            if task is not None:  # else it can't be started: one worker less
+                self._start(worker)
                 yield from self._again(task, self._places[worker])
-            else:
-                self._failed_starts[worker] += 1
-            if self._failed_starts[worker] < ATTEMPTS:
-                self._start(worker)  # answers when Ray has started it again
             return
         if task is None:
             self._places[worker] = result
-            self._failed_starts[worker] = 0
         else:
             self._frames_done += task.frames
             yield task, result
