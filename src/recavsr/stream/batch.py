@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def upscale_many(
     with it, and the rest goes on. `on_file` is called after each file; `options` are those of `upscale`.
     Raises InputError if there is no file, or if the output or the options can't be used at all.
     """
-    jobs = find_jobs(inputs, output, make_folders=not dry_run)
+    fresh = not os.path.exists(output)
+    jobs = find_jobs(inputs, output)
     if not dry_run and isinstance(model, (str, os.PathLike)):
         model = load(os.fspath(model), device=device, precision=precision, memory=memory)
     results = []
@@ -107,6 +109,8 @@ def upscale_many(
         results.append(result)
         if on_file is not None:
             on_file(result)
+    if dry_run and fresh:
+        shutil.rmtree(output)  # empty folders, to which the plans were held
     return BatchReport(tuple(results))
 
 
@@ -148,12 +152,10 @@ def is_many(text: str) -> bool:
 def find_jobs(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
-    *,
-    make_folders: bool = True,
 ) -> list[Job]:
     """Return the files that `inputs` name, each once, and where in the folder `output` each one goes.
 
-    An input is a file, a folder of videos (all its files), a folder of pictures (one video), or a pattern; a
+    The folders for them are made. An input is a file, a folder of videos (all its files), a folder of pictures (one video), or a pattern; a
     file of exactly that name comes before a pattern. Files of one name from several folders keep their
     folders, as seen from the one that holds them all. Raises InputError if there is no file, or if the output
     can't be such a folder.
@@ -169,12 +171,11 @@ def find_jobs(
     if target.exists() and any(p.exists() and os.path.samefile(p, target) for p in _parents(sources)):
         raise InputError(f"{target}: is the source folder itself; choose another one")
     outputs = [target / name for name in _output_names(sources)]
-    if make_folders:
-        for folder in _parents([target / "any", *outputs]):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(f"{folder}: can't be made ({error.strerror})") from None
+    for folder in _parents([target / "any", *outputs]):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: can't be made ({error.strerror})") from None
     return [Job(str(source), str(out)) for source, out in zip(sources, outputs, strict=True)]
 
 
@@ -217,7 +218,7 @@ def _output_names(sources: list[Path]) -> list[str]:
     result = [
         name
         if count[name] == 1
-        else os.path.join(os.path.relpath(os.path.abspath(source.parent), root), name)
+        else os.path.normpath(os.path.join(os.path.relpath(os.path.abspath(source.parent), root), name))
         for source, name in names.items()
     ]
     twice = next((name for name, times in Counter(result).items() if times > 1), None)
