@@ -155,10 +155,10 @@ def find_jobs(
 ) -> list[Job]:
     """Return the files that `inputs` name, each once, and where in the folder `output` each one goes.
 
-    The folders for them are made. An input is a file, a folder of videos (all its files), a folder of pictures (one video), or a pattern; a
-    file of exactly that name comes before a pattern. Files of one name from several folders keep their
-    folders, as seen from the one that holds them all. Raises InputError if there is no file, or if the output
-    can't be such a folder.
+    The folders for them are made. An input is a file, a folder of videos (all its files), a folder of
+    pictures (one video), or a pattern; a file of exactly that name comes before a pattern. Files of one name
+    from several folders keep their folders, as seen from the one that holds them all. Raises InputError if
+    there is no file, or if the output can't be such a folder.
     """
     named = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     found = {os.path.abspath(path): path for name in named for path in _files_of(os.fspath(name))}
