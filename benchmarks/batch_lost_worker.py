@@ -30,9 +30,9 @@ from recavsr.stream.batch import upscale_many
 from recavsr.stream.resume import work_folder
 from recavsr.video.clips import read_clip, write_clip
 
-LONG, SHORT = (0, 200, 400, 600), (0, 30)
-FRAMES = {"long.mp4": (800, LONG), **{f"short_{number}.mp4": (60, SHORT) for number in range(1, 6)}}
-KILLED_AFTER_SECONDS = 3.0
+LONG, SHORT = (0, 120, 240, 360), (0, 20)
+FRAMES = {"long.mp4": (480, LONG), **{f"short_{number}.mp4": (40, SHORT) for number in range(1, 6)}}
+KILLED_AFTER_SECONDS = 2.0
 
 
 def pictures(frames: int, starts: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
@@ -79,7 +79,7 @@ def main() -> None:
         assert upscale_many(source, alone, **options).exit_code == 0
         alone_seconds = time.monotonic() - began
         began = time.monotonic()
-        batch = run_batch(source, shared, workers=3, threads=1, least_frames=200, on_note=told, **options)
+        batch = run_batch(source, shared, workers=3, threads=1, least_frames=120, on_note=told, **options)
         shared_seconds = time.monotonic() - began
         files = [
             {

@@ -103,6 +103,7 @@ class Killer:
         return [note for note in self.notes if isinstance(note, kind)]
 
 
+@pytest.mark.cluster
 def test_a_lost_worker_changes_nothing(cluster: None, films: Path, whole: Path, tmp_path: Path) -> None:
     killer = Killer(lambda task: isinstance(task, SomeShots) and task.number == 1, limit=1)
     out = tmp_path / "out"
@@ -127,6 +128,7 @@ def test_a_lost_worker_changes_nothing(cluster: None, films: Path, whole: Path, 
     assert sum(isinstance(note.task, JoinShots) for note in killer.of(Started)) == 1
 
 
+@pytest.mark.cluster
 def test_a_file_that_costs_every_worker_is_left_out(
     cluster: None, films: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_file_that_costs_every_worker_is_left_out(
     assert (tmp_path / "out" / "ç.mp4").read_bytes() == (whole / "ç.mp4").read_bytes()
 
 
+@pytest.mark.cluster
 def test_an_interrupted_batch_is_continued(cluster: None, films: Path, whole: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out", {"workers": 2, "threads": 1, "least_frames": 120, **SETTINGS}
 
@@ -165,6 +168,7 @@ def test_an_interrupted_batch_is_continued(cluster: None, films: Path, whole: Pa
     assert same_files(out, whole)
 
 
+@pytest.mark.cluster
 def test_the_command_says_what_happens(
     cluster: None, films: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

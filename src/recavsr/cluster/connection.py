@@ -16,6 +16,7 @@ from recavsr.errors import InputError
 THREADS = 4
 """Of a worker on a CPU, where no number is given: a model scales well up to about so many."""
 
+_STARTS = 3  # Ray gives its own processes half a minute, which a busy machine exceeds
 _OBJECT_STORE_BYTES = 100_000_000  # little more than names travels through Ray
 
 
@@ -52,29 +53,35 @@ def connected(address: str | None, workers: int | None, threads: int | None) -> 
             yield ray
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+        where: dict[str, Any] = {"address": address}
+        if address is None:
+            where = {
+                "address": "local",
+                "num_cpus": max(_cores(), (workers or 1) * (threads or 1)),
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
         try:
-            if address is None:
-                cores = _cores()
-                asked = (workers or 1) * (threads or 1)
-                ray.init(
-                    "local",
-                    num_cpus=max(cores, asked),
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    **quiet,
-                )
-            else:
-                ray.init(address, **quiet)
-        except Exception as error:  # ConnectionError, ValueError, RuntimeError, Exception: as it happens
-            where = (
-                "no cluster could be started here" if address is None else f"no cluster answers at {address}"
-            )
-            raise InputError(f"Ray: {where} ({' '.join(str(error).split())[:300]})") from None
-        try:
+            _init(ray, where, attempts=_STARTS if address is None else 1)
             yield ray
         finally:
             ray.shutdown()
+
+
+def _init(ray: ModuleType, where: dict[str, Any], attempts: int) -> None:
+    try:
+        ray.init(**where, log_to_driver=False, logging_level=logging.CRITICAL)
+    except (
+        Exception
+    ) as error:  # ConnectionError, ValueError, RuntimeError or Exception: Ray has no class for it
+        ray.shutdown()
+        if attempts > 1:
+            _init(ray, where, attempts - 1)
+            return
+        what = {"local": "no cluster could be started here"}.get(
+            where["address"], f"no cluster answers at {where['address']}"
+        )
+        raise InputError(f"Ray: {what} ({' '.join(str(error).split())[:300]})") from None
 
 
 def room_of(ray: ModuleType, device: str, workers: int | None, threads: int | None) -> Room:
