@@ -14,7 +14,7 @@ from typing import Any
 from recavsr import __version__
 from recavsr.cluster.connection import connected, room_of
 from recavsr.cluster.dispatch import Dispatcher, Note
-from recavsr.cluster.tasks import FindShots, JoinShots, SomeShots, Task, WholeFile
+from recavsr.cluster.tasks import FindShots, JoinShots, SomeShots, WholeFile
 from recavsr.cluster.worker import Setup
 from recavsr.stream.batch import BatchReport, FileResult, FileStatus, Job, failure, find_jobs, skipped
 from recavsr.stream.engine import Options, UpscaleReport, open_run
@@ -110,11 +110,11 @@ def run_batch(
             dispatcher = Dispatcher(ray, room, setup, on_note, lambda frames: on_frames(frames, total))
             try:
                 for job, look in todo.items():
-                    task = WholeFile(job, wanted, overwrite, resume, look.frames)
+                    common = (job, wanted, overwrite, resume)
                     if job in spread:
-                        dispatcher.add(FindShots(job, wanted, overwrite, resume, pieces=spread[job]))
+                        dispatcher.add(FindShots(*common, pieces=spread[job]))
                     else:
-                        dispatcher.add(task)
+                        dispatcher.add(WholeFile(*common, look.frames, resumable=look.resumable))
                 for result in _results(dispatcher, on_note):
                     end(result)
             finally:
@@ -127,13 +127,14 @@ class _Look:
     """What a first look at a file says."""
 
     frames: int  # 0 where it does not say
+    resumable: bool
     can_share: bool
 
 
 def _look(job: Job, options: Options) -> _Look | FileResult:
     try:
         with open_run(job.source, job.output, options) as run:
-            return _Look(run.plan.frames or 0, can_share(run.plan, options))
+            return _Look(run.plan.frames or 0, run.plan.resumable, can_share(run.plan, options))
     except Exception as error:
         return failure(job, error)
 
@@ -169,23 +170,20 @@ def _results(dispatcher: Dispatcher, on_note: Callable[[BatchNote], None]) -> It
             if isinstance(task, SomeShots):
                 if missing.pop(job, None) is None:
                     continue  # another run of its shots has failed before
-
-                def of_this_file(waiting: Task, job: Job = job) -> bool:
-                    return waiting.job == job
-
-                dispatcher.drop(of_this_file)
+                dispatcher.drop(job)
             yield given
         elif isinstance(task, FindShots):
             assert isinstance(given, Shots)
             began[job] = time.perf_counter()
             if len(given.runs) < 2:
-                dispatcher.add(WholeFile(job, task.options, task.overwrite, task.resume, given.frames))
+                common = (job, task.options, task.overwrite, task.resume)
+                dispatcher.add(WholeFile(*common, given.frames, resumable=True))
                 continue
             on_note(Shared(job, given))
             missing[job] = len(given.runs)
             for number, (first, last) in enumerate(given.runs):
-                common = (job, task.options, task.overwrite, True, last - first)
-                dispatcher.add(SomeShots(*common, shots=given, number=number))
+                each = (job, task.options, task.overwrite, True, last - first)
+                dispatcher.add(SomeShots(*each, shots=given, number=number))
         elif isinstance(task, SomeShots) and job in missing:
             missing[job] -= 1
             if not missing[job]:

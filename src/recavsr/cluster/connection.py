@@ -6,6 +6,8 @@ import contextlib
 import io
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -69,8 +71,11 @@ def connected(address: str | None, workers: int | None, threads: int | None) -> 
 
 
 def _init(ray: ModuleType, where: dict[str, Any], attempts: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**where, log_to_driver=False, logging_level=logging.CRITICAL)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray has put its own there
     except (
         Exception
     ) as error:  # ConnectionError, ValueError, RuntimeError or Exception: Ray has no class for it

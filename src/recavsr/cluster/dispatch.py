@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from recavsr.cluster.connection import Room
 from recavsr.cluster.tasks import Task
 from recavsr.cluster.worker import Place, Setup, Worker
 from recavsr.errors import InputError, PartialError
-from recavsr.stream.batch import failure
+from recavsr.stream.batch import Job, failure
 
 ATTEMPTS = 3
 """A task that has cost so many workers is given up."""
@@ -81,9 +81,9 @@ class Dispatcher:
         """Let a task wait for a worker."""
         self._waiting.append(task)
 
-    def drop(self, wanted: Callable[[Task], bool]) -> None:
-        """Forget tasks that wait."""
-        self._waiting = deque(task for task in self._waiting if not wanted(task))
+    def drop(self, job: Job) -> None:
+        """Forget the tasks of a file that still wait."""
+        self._waiting = deque(task for task in self._waiting if task.job != job)
 
     def results(self) -> Iterator[tuple[Task, Any]]:
         """Yield each task with what it gave, or a FileResult where it failed, until none is left.
@@ -143,7 +143,7 @@ class Dispatcher:
         self._free.append(worker)
 
     def _again(self, task: Task, place: Place) -> Iterator[tuple[Task, Any]]:
-        again = replace(task, resume=True)
+        again = task.again()
         self._lost[again] += 1
         if self._lost[again] >= ATTEMPTS:
             reason = f"{task.job.source}: {ATTEMPTS} workers were lost at it, one after the other"

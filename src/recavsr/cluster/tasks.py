@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recavsr.stream.batch import Job, upscale_job
@@ -34,13 +34,19 @@ class Task:
         """Do it; any exception means that the file failed."""
         raise NotImplementedError
 
+    def again(self) -> Task:
+        """Return the task as it is done when a worker was lost at it."""
+        return replace(self, resume=True)
+
     def __str__(self) -> str:
         return self.job.source
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WholeFile(Task):
     """Upscale a file; gives a FileResult."""
+
+    resumable: bool
 
     def do(self, means: Means) -> Any:
         """Upscale it."""
@@ -57,6 +63,10 @@ class WholeFile(Task):
             progress=told,
             **vars(self.options),
         )
+
+    def again(self) -> Task:
+        """Return the task; what can't be resumed is begun again."""
+        return replace(self, resume=self.resume or self.resumable)
 
 
 @dataclass(frozen=True, kw_only=True)
