@@ -41,8 +41,7 @@ def pictures(frames: int, starts: tuple[int, ...], seed: int) -> Iterator[np.nda
     for first, last in zip(starts, (*starts[1:], frames)):
         texture = rng.integers(0, 256, (16, 64, 3), np.uint8).repeat(3, 0).repeat(3, 1)
         for number in range(last - first):
-            left = number % 100
-            yield np.ascontiguousarray(texture[:, left : left + 64])
+            yield np.ascontiguousarray(texture[:, number : number + 64])
 
 
 def main() -> None:
