@@ -74,12 +74,8 @@ def main() -> None:
         for seed, (name, (frames, starts)) in enumerate(FRAMES.items()):
             write_clip(source / name, pictures(frames, starts, seed), 25)
         torch.set_num_threads(1)
-        began = time.monotonic()
         assert upscale_many(source, alone, **options).exit_code == 0
-        alone_seconds = time.monotonic() - began
-        began = time.monotonic()
         batch = run_batch(source, shared, workers=3, threads=1, least_frames=120, on_note=told, **options)
-        shared_seconds = time.monotonic() - began
         files = [
             {
                 "file": name,
@@ -106,8 +102,6 @@ def main() -> None:
             for said in notes
             if isinstance(said, Retried)
         ],
-        "one_process_s": round(alone_seconds, 1),
-        "batch_s_with_start_of_the_cluster": round(shared_seconds, 1),
         "cores": os.cpu_count(),
         "left_in_the_folder": left,
         "files": files,
