@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from media import bar_numbers, ffmpeg, ffprobe, packets, pixels, run_identity, times, video_stream
-from recavsr.stream.batch import FileStatus, upscale_folder
+from recavsr.stream.batch import FileStatus, upscale_many
 from recavsr.stream.step import IdentityModel
 
 pytestmark = pytest.mark.shared
@@ -187,7 +187,7 @@ def test_c16_folder_with_traps(cases: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     seen: list[str] = []
     options = {"model": IdentityModel(), "scale": 2, "on_file": lambda result: seen.append(result.source)}
-    report = upscale_folder(cases / "c16", out, **options)
+    report = upscale_many(cases / "c16", out, **options)
     status = {Path(result.source).name: result for result in report.files}
     good = {"ünïcode name %03d.MP4": (144, 256), "tall.mp4": (1440, 960), "-dash.mp4": (144, 256)}
     for name, size in good.items():
@@ -213,7 +213,7 @@ def test_c16_folder_with_traps(cases: Path, tmp_path: Path) -> None:
     assert report.exit_code == 1
     assert len(seen) == len(report.files) == 8
     before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
-    second = upscale_folder(cases / "c16", out, **options)
+    second = upscale_many(cases / "c16", out, **options)
     assert second.count(FileStatus.SKIPPED) == 4
     assert second.count(FileStatus.FAILED) == 4
     assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before

@@ -18,7 +18,7 @@ import torch
 
 from media import bar_numbers, ffmpeg, make_clip, pixels, run_identity, times, video_stream
 from recavsr.errors import InputError
-from recavsr.stream.batch import FileStatus, is_video_folder, upscale_folder
+from recavsr.stream.batch import FileStatus, is_video_folder, upscale_many
 from recavsr.stream.engine import Progress, upscale
 from recavsr.stream.pipeline import Channel, Stopped, run_pipeline
 from recavsr.stream.plan import OutputKind, SizeRequest
@@ -342,20 +342,14 @@ def test_folders_of_videos(tmp_path: Path) -> None:
     assert not is_video_folder(tmp_path / "nowhere")
     with pytest.raises(InputError, match="a folder of videos"):
         run_identity(folder, tmp_path / "out")
-    report = upscale_folder(folder, tmp_path / "out", model=IdentityModel(), scale=2)
+    report = upscale_many(folder, tmp_path / "out", model=IdentityModel(), scale=2)
     assert [(Path(r.source).name, Path(r.output).name, r.status) for r in report.files] == [
         ("a.avi", "a.avi.mp4", FileStatus.DONE),
         ("a.mp4", "a.mp4", FileStatus.DONE),
         ("notes.txt", "notes.mp4", FileStatus.FAILED),
     ]
-    (tmp_path / "nothing").mkdir()
-    for bad, reason in (
-        (tmp_path / "nothing", "empty"),
-        (folder / "a.mp4", "not a folder"),
-        (folder, "itself"),
-    ):
-        with pytest.raises(InputError, match=reason):
-            upscale_folder(bad, folder, model=IdentityModel())
+    with pytest.raises(InputError, match="is the source folder itself"):
+        upscale_many(folder, folder, model=IdentityModel())
 
 
 def test_an_unexpected_failure_does_not_end_a_batch(tmp_path: Path) -> None:
@@ -363,12 +357,12 @@ def test_an_unexpected_failure_does_not_end_a_batch(tmp_path: Path) -> None:
     folder.mkdir()
     make_clip(folder / "long.mp4", 30)
     make_clip(folder / "short.mp4", 3)
-    report = upscale_folder(folder, tmp_path / "out", model=Failing(RuntimeError("out of\nmemory")), scale=2)
+    report = upscale_many(folder, tmp_path / "out", model=Failing(RuntimeError("out of\nmemory")), scale=2)
     assert [result.status for result in report.files] == [FileStatus.FAILED, FileStatus.DONE]
     assert report.files[0].reason == f"{folder / 'long.mp4'}: unexpected RuntimeError: out of memory"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["short.mp4"]
     with pytest.raises(KeyboardInterrupt):
-        upscale_folder(folder, tmp_path / "two", model=Failing(KeyboardInterrupt()), scale=2)
+        upscale_many(folder, tmp_path / "two", model=Failing(KeyboardInterrupt()), scale=2)
 
 
 # -- memory --------------------------------------------------------------------------------------------

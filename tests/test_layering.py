@@ -71,7 +71,8 @@ def test_no_upward_import(path: Path) -> None:
         if pieces[0] != "recavsr" or len(pieces) == 1 or pieces[1] not in FLOORS:
             continue
         assert FLOORS[pieces[1]] <= FLOORS[part], f"{part} (floor {FLOORS[part]}) imports {module}"
-        assert FLOORS[pieces[1]] < 4 or pieces[1] == part, f"{module} is a door: nothing imports doors"
+        opened = pieces[1] == part or part == "cli"  # a command may open another door
+        assert FLOORS[pieces[1]] < 4 or opened, f"{module} is a door: nothing imports doors"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -100,9 +101,17 @@ def test_importing_the_package_is_light() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["upscale", "--help"], ["degrade", "--help"], ["data", "--help"], ["--version"], ["models"]],
+    [
+        ["--help"],
+        ["upscale", "--help"],
+        ["batch", "--help"],
+        ["degrade", "--help"],
+        ["data", "--help"],
+        ["--version"],
+        ["models"],
+    ],
 )
 def test_help_is_light(arguments: list[str]) -> None:
     loaded = modules_after(f"from recavsr.cli.main import run\nassert run({arguments!r}) == 0")
     assert "recavsr.cli.main" in loaded
-    assert not loaded & {"torch", "av", "numpy", "safetensors", "huggingface_hub"}
+    assert not loaded & {"torch", "av", "numpy", "safetensors", "huggingface_hub", "ray"}

@@ -20,7 +20,7 @@ import torch
 from media import ffmpeg, packets, times
 from recavsr.errors import InputError
 from recavsr.stream import pipeline, resume
-from recavsr.stream.batch import FileStatus, upscale_folder
+from recavsr.stream.batch import FileStatus, upscale_many
 from recavsr.stream.engine import Progress, UpscaleReport, upscale
 from recavsr.stream.resume import work_folder
 from recavsr.stream.step import BlockModel, IdentityModel
@@ -125,15 +125,15 @@ def test_a_run_that_fails_twice_ends_with_the_same_frames(
         if state.stage == "kept":
             kept.append(state.frames)
 
-    for blocks, frames, error in ((6, 53, RuntimeError("out of memory")), (8, 116, KeyboardInterrupt())):
+    for blocks, frames, error in ((6, 53, RuntimeError("out of memory")), (9, 124, KeyboardInterrupt())):
         model = Breaking(tiny, blocks, error, out, frames)
         with pytest.raises(type(error)):
             upscale(film, out, model=model, resume=True, progress=note, **options)
         assert not out.exists()
         assert work_folder(out).is_dir()
-    assert kept == [53, 116]
+    assert kept == [53, 124]
     report = upscale(film, out, model=tiny, resume=True, **options)
-    assert (report.frames, report.resumed_at, report.cuts) == (153, 116, (71,))
+    assert (report.frames, report.resumed_at, report.cuts) == (153, 124, (71,))
     assert same_file(out, whole)
     assert not work_folder(out).exists()
 
@@ -246,7 +246,7 @@ def test_folders_skip_what_is_done_and_continue_the_rest(
         (folder / name).write_bytes(film.read_bytes())
     upscale(folder / "a.mkv", out / "a.mkv", model=tiny, **OPTIONS)
     break_off(tiny, folder / "b.mkv", out / "b.mkv")
-    report = upscale_folder(folder, out, model=tiny, resume=True, **OPTIONS)
+    report = upscale_many(folder, out, model=tiny, resume=True, **OPTIONS)
     assert [r.status for r in report.files] == [FileStatus.SKIPPED, FileStatus.DONE, FileStatus.DONE]
     resumed = [r.report.resumed_at for r in report.files if isinstance(r.report, UpscaleReport)]
     assert resumed[0] > 0

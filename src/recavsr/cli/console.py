@@ -1,7 +1,7 @@
 """What the command says, on stderr: one line a fact, or JSON lines with `--json`. Only data goes to stdout.
 
-JSON lines carry an `event`: `message` (text), `progress` (frames, total, fps, remaining_s), `file` (one of a
-folder: source, output, status, reason), `result` (what was done) and `error` (text, exit_code).
+JSON lines carry an `event`: `message` (text), `progress` (frames, total, fps, remaining_s), `file` (one of
+many: source, output, status, reason), `result` (what was done) and `error` (text, exit_code).
 """
 
 from __future__ import annotations

@@ -16,7 +16,20 @@ from typing import Annotated, NoReturn
 import typer
 
 import recavsr
-from recavsr.cli import bench, convert, data, degrade, demo, doctor, evaluate, models, route, train, upscale
+from recavsr.cli import (
+    batch,
+    bench,
+    convert,
+    data,
+    degrade,
+    demo,
+    doctor,
+    evaluate,
+    models,
+    route,
+    train,
+    upscale,
+)
 from recavsr.cli.console import Console
 from recavsr.errors import InputError, PartialError
 
@@ -34,6 +47,7 @@ app = typer.Typer(
 )
 # It says itself what to do about a second file name.
 app.command("upscale", context_settings={"allow_extra_args": True})(upscale.command)
+app.command("batch")(batch.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("bench")(bench.command)

@@ -13,6 +13,7 @@ from recavsr.cli.models import resolve
 from recavsr.errors import InputError
 
 if TYPE_CHECKING:
+    from recavsr.stream.batch import BatchReport, FileResult
     from recavsr.stream.engine import Progress, UpscaleReport
 
 
@@ -20,7 +21,7 @@ def command(
     context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(metavar="IN", help="Video, picture, folder or pattern of pictures, URL, or - (y4m)."),
+        typer.Argument(metavar="IN", help="Video, picture, folder or pattern of either, URL, or - (y4m)."),
     ],
     output: Annotated[
         str | None,
@@ -63,7 +64,7 @@ def command(
     json_lines: options.JsonLines = False,
 ) -> int:
     """Upscale a video: every frame, at its time, at exactly the size asked for."""
-    from recavsr.stream.batch import is_video_folder
+    from recavsr.stream.batch import is_many
 
     if context.args:
         # Not taken as the output: a pattern of the shell that matches two videos looks the same.
@@ -97,7 +98,7 @@ def command(
         "resume": resume,
         "dry_run": dry_run,
     }
-    if source != "-" and is_video_folder(source):
+    if source != "-" and is_many(source):
         return _folder(console, source, output, settings)
     return _file(console, source, output, settings)
 
@@ -120,24 +121,43 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
 
 
 def _folder(console: Console, source: str, output: str | None, settings: dict[str, Any]) -> int:
-    from recavsr.stream.batch import FileResult, FileStatus, upscale_folder
+    from recavsr.stream.batch import upscale_many
 
-    def say(result: FileResult) -> None:
-        # The reason of a failure names the file itself.
-        about = [] if result.status is FileStatus.FAILED else [f"{result.source} -> {result.output}"]
-        about += [result.reason] if result.reason else []
-        console.event(
-            ": ".join([result.status.value, *about]),
-            event="file",
-            source=result.source,
-            output=result.output,
-            status=result.status.value,
-            reason=result.reason,
-        )
-
-    target = output or f"{Path(source).resolve()}_upscaled"
+    target = output or f"{_plain_folder(source).resolve()}_upscaled"
     with _ProgressDisplay(console, loading=None) as show:
-        report = upscale_folder(source, target, on_file=say, progress=show, **settings)
+        report = upscale_many(
+            source, target, on_file=lambda result: say_file(console, result), progress=show, **settings
+        )
+    return say_batch(console, target, report)
+
+
+def _plain_folder(source: str) -> Path:
+    """Return a folder itself, and of a pattern the folder in which it begins."""
+    folder = Path(source)
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def say_file(console: Console, result: FileResult) -> None:
+    """Say how one file of many ended."""
+    failed = result.status.value == "failed"  # then the reason names the file itself
+    about = [] if failed else [f"{result.source} -> {result.output}"]
+    about += [result.reason] if result.reason else []
+    console.event(
+        ": ".join([result.status.value, *about]),
+        event="file",
+        source=result.source,
+        output=result.output,
+        status=result.status.value,
+        reason=result.reason,
+    )
+
+
+def say_batch(console: Console, target: str, report: BatchReport) -> int:
+    """Say how many files ended how; return the exit code."""
+    from recavsr.stream.batch import FileStatus
+
     counts = {status.value: report.count(status) for status in FileStatus}
     text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     console.result(f"{target}: {text}", output=target, **counts)

@@ -1,10 +1,12 @@
-"""Folders of videos: each file on its own, bad ones listed with a reason, finished ones skipped."""
+"""Many videos: files, folders, patterns, each file on its own; bad ones are listed, finished ones skipped."""
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,7 +20,18 @@ from recavsr.video.formats import CONTAINERS
 from recavsr.video.images import WRITABLE_SUFFIXES
 from recavsr.video.source import is_picture, is_video_folder, natural_order
 
-__all__ = ["BatchReport", "FileResult", "FileStatus", "is_video_folder", "upscale_folder"]
+__all__ = [
+    "BatchReport",
+    "FileResult",
+    "FileStatus",
+    "Job",
+    "failure",
+    "find_jobs",
+    "is_many",
+    "skipped",
+    "upscale_job",
+    "upscale_many",
+]
 
 
 class FileStatus(Enum):
@@ -28,6 +41,14 @@ class FileStatus(Enum):
     PARTIAL = "partial"
     SKIPPED = "skipped"
     FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file of a batch, and what it becomes."""
+
+    source: str
+    output: str
 
 
 @dataclass(frozen=True)
@@ -57,80 +78,163 @@ class BatchReport:
         return int(self.count(FileStatus.FAILED) + self.count(FileStatus.PARTIAL) > 0)
 
 
-def upscale_folder(
-    folder: str | os.PathLike[str],
+def upscale_many(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     *,
     model: str | os.PathLike[str] | BlockModel = "nano",
     device: str = "auto",
     precision: str = "auto",
+    memory: int | str | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     on_file: Callable[[FileResult], None] | None = None,
     **options: Any,
 ) -> BatchReport:
-    """Upscale every file of `folder` into the folder `output`, under its own name; pictures stay pictures.
+    """Upscale files, folders of files and patterns into the folder `output`, each under its own name.
 
     Files whose output exists are skipped (unless `overwrite`); those that fail, for any reason, are listed
     with it, and the rest goes on. `on_file` is called after each file; `options` are those of `upscale`.
-    Raises InputError if there is no file, or if the folder or the options can't be used at all.
+    Raises InputError if there is no file, or if the output or the options can't be used at all.
     """
-    sources = _files(Path(folder))
-    target = Path(output)
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{target}: exists and is not a folder")
-    if target.exists() and os.path.samefile(folder, target):
-        raise InputError(f"{target}: is the source folder itself; choose another one")
-    if not dry_run:
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{target}: can't be made ({error.strerror})") from None
-        if isinstance(model, (str, os.PathLike)):
-            model = load(os.fspath(model), device=device, precision=precision)
+    fresh = not os.path.exists(output)
+    jobs = find_jobs(inputs, output)
+    if not dry_run and isinstance(model, (str, os.PathLike)):
+        model = load(os.fspath(model), device=device, precision=precision, memory=memory)
     results = []
-    for source, name in zip(sources, _output_names(sources), strict=True):
-        out = target / name
-        if out.exists() and not overwrite:
-            result = FileResult(str(source), str(out), FileStatus.SKIPPED, "done already", None)
-        else:
-            result = _one(source, out, model=model, overwrite=overwrite, dry_run=dry_run, **options)
+    for job in jobs:
+        result = None if overwrite else skipped(job)
+        if result is None:
+            result = upscale_job(job, model=model, overwrite=overwrite, dry_run=dry_run, **options)
         results.append(result)
         if on_file is not None:
             on_file(result)
+    if dry_run and fresh:
+        shutil.rmtree(output)  # empty folders, to which the plans were held
     return BatchReport(tuple(results))
 
 
-def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise InputError(f"{folder}: not a folder")
+def upscale_job(job: Job, **options: Any) -> FileResult:
+    """Upscale one file of a batch; whatever fails becomes a result with a reason."""
+    try:
+        report = upscale(job.source, job.output, **options)
+    except Exception as error:
+        return failure(job, error)
+    status = FileStatus.PARTIAL if report.truncated else FileStatus.DONE
+    return FileResult(job.source, job.output, status, report.cut_short, report)
+
+
+def skipped(job: Job) -> FileResult | None:
+    """Return the result of a file whose output is there already, or None."""
+    if not os.path.exists(job.output):
+        return None
+    return FileResult(job.source, job.output, FileStatus.SKIPPED, "done already", None)
+
+
+def failure(job: Job, error: Exception) -> FileResult:
+    """Return the result of a file that failed, with the reason in one line that names it."""
+    reason = str(error)
+    if not isinstance(error, InputError):  # whatever it is: one bad file must not end a night's work
+        reason = " ".join(f"{job.source}: unexpected {type(error).__name__}: {error}".split())
+    return FileResult(job.source, job.output, FileStatus.FAILED, reason, None)
+
+
+def is_many(text: str) -> bool:
+    """Return whether `text` names several videos: a folder with some, or a pattern like `clips/*.mov`.
+
+    A file of exactly this name is one file. A pattern of pictures alone is a video, as is a folder of them.
+    """
+    if os.path.lexists(text):
+        return is_video_folder(text)
+    return any(not is_picture(path) for path in _matches(text))
+
+
+def find_jobs(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+) -> list[Job]:
+    """Return the files that `inputs` name, each once, and where in the folder `output` each one goes.
+
+    The folders for them are made. An input is a file, a folder of videos (all its files), a folder of
+    pictures (one video), or a pattern; a file of exactly that name comes before a pattern. Files of one name
+    from several folders keep their folders, as seen from the one that holds them all. Raises InputError if
+    there is no file, or if the output can't be such a folder.
+    """
+    named = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    found = {os.path.abspath(path): path for name in named for path in _files_of(os.fspath(name))}
+    sources = list(found.values())
+    if not sources:
+        raise InputError("there is no file to upscale: name files, folders or patterns like 'clips/*.mov'")
+    target = Path(output)
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target}: exists and is not a folder")
+    if target.exists() and any(p.exists() and os.path.samefile(p, target) for p in _parents(sources)):
+        raise InputError(f"{target}: is the source folder itself; choose another one")
+    outputs = [target / name for name in _output_names(sources)]
+    for folder in _parents([target / "any", *outputs]):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: can't be made ({error.strerror})") from None
+    return [Job(str(source), str(out)) for source, out in zip(sources, outputs, strict=True)]
+
+
+def _parents(paths: Sequence[Path]) -> list[Path]:
+    return list(dict.fromkeys(path.parent for path in paths))
+
+
+def _files_of(name: str) -> list[Path]:
+    """Return the files that one input names; one that does not exist is returned as it is."""
+    matches = [Path(name)] if os.path.lexists(name) or not glob.has_magic(name) else _matches(name)
+    files: list[Path] = []
+    for path in matches:
+        files += _files_in(path) if is_video_folder(path) else [path]
+    return files or [Path(name)]
+
+
+def _files_in(folder: Path) -> list[Path]:
     files = [path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir()]
-    if not files:
-        raise InputError(f"{folder}: the folder is empty")
     return sorted(files, key=natural_order)
+
+
+def _matches(pattern: str) -> list[Path]:
+    """Return the files, and the folders of videos, that a pattern finds."""
+    found = [Path(path) for path in glob.glob(pattern, recursive=True)]
+    return sorted((p for p in found if not p.is_dir() or is_video_folder(p)), key=natural_order)
 
 
 def _output_names(sources: list[Path]) -> list[str]:
     """Return each output's name: the source's, with an ending that can be written; never two alike."""
+    in_folders: dict[Path, list[Path]] = {}
+    for source in sources:
+        in_folders.setdefault(Path(os.path.abspath(source)).parent, []).append(source)
+    names = {
+        source: name
+        for files in in_folders.values()
+        for source, name in zip(files, _names_in_folder(files), strict=True)
+    }
+    root = os.path.commonpath(list(in_folders))
+    count = Counter(names.values())
+    result = [
+        name
+        if count[name] == 1
+        else os.path.normpath(os.path.join(os.path.relpath(os.path.abspath(source.parent), root), name))
+        for source, name in names.items()
+    ]
+    twice = next((name for name, times in Counter(result).items() if times > 1), None)
+    if twice is not None:
+        raise InputError(f"two inputs would both become {twice}; rename one of them")
+    return result
+
+
+def _names_in_folder(sources: list[Path]) -> list[str]:
     names = []
     for source in sources:
         writable = WRITABLE_SUFFIXES if is_picture(source) else tuple(CONTAINERS)
-        keep = source.suffix.lower() in writable
+        keep = source.suffix.lower() in writable or source.is_dir()
         names.append(source.name if keep else f"{source.stem}{'.png' if is_picture(source) else '.mp4'}")
     count = Counter(names)
     return [
         name if count[name] == 1 or name == source.name else f"{source.name}{Path(name).suffix}"
         for source, name in zip(sources, names, strict=True)
     ]
-
-
-def _one(source: Path, out: Path, **options: Any) -> FileResult:
-    try:
-        report = upscale(source, out, **options)
-    except InputError as error:
-        return FileResult(str(source), str(out), FileStatus.FAILED, str(error), None)
-    except Exception as error:  # whatever it is: one bad file must not end a night's work
-        reason = " ".join(f"{source}: unexpected {type(error).__name__}: {error}".split())
-        return FileResult(str(source), str(out), FileStatus.FAILED, reason, None)
-    status = FileStatus.PARTIAL if report.truncated else FileStatus.DONE
-    return FileResult(str(source), str(out), status, report.cut_short, report)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,92 @@ from recavsr.video.reader import Reader, Trim, open_reader
 
 ColorFix = Literal["none", "wavelet", "adain"]
 COLOR_FIXES = ("none", "wavelet", "adain")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides, with the model, what becomes of a source: see `upscale`."""
+
+    scale: float | None = None
+    size: tuple[int, int] | str | None = None
+    fit: tuple[int, int] | str | None = None
+    height: int | None = None
+    width: int | None = None
+    seed: int = 42
+    start: float | str | None = None
+    duration: float | str | None = None
+    frames: int | None = None
+    deinterlace: bool = False
+    color_fix: ColorFix = "none"
+    cuts: str | os.PathLike[str] = "auto"
+    codec: str | None = None
+    quality: int | str | None = None
+    preset: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A source opened for reading, and the plan for it."""
+
+    options: Options
+    reader: Reader
+    plan: Plan
+    trim: Trim
+    edit_list: EditList | None
+
+    def session(self, model: BlockModel) -> Session:
+        """Return a fresh session of the run's frames."""
+        return Session(
+            model,
+            lr_size=self.plan.lr_size,
+            out_size=self.plan.out_size,
+            seed=self.options.seed,
+            color_fix=self.options.color_fix,
+            detect_cuts=self.options.cuts == "auto",
+        )
+
+    def starts_shot(self, stamp: Stamp) -> bool:
+        """Say whether the edit list, if there is one, has a cut before the next frame of the source."""
+        return self.edit_list is not None and self.edit_list.starts_shot(
+            stamp, self.reader.shift + self.reader.info.origin
+        )
+
+    def facts(self, model: BlockModel) -> dict[str, Any]:
+        """Return all that decides what the output holds, by its name for the user."""
+        options, trim = self.options, self.trim
+        return {
+            "input": input_identity(self.reader.source) if self.plan.resumable else None,
+            "model": f"{model.name} {model.fingerprint} on {model.device.type}",
+            "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
+            "deinterlace": options.deinterlace,
+            "seed": options.seed,
+            "color_fix": options.color_fix,
+            "cuts": str(options.cuts) if self.edit_list is None else self.edit_list.entries(),
+            **self.plan.facts(),
+        }
+
+
+@contextmanager
+def open_run(
+    source: str | os.PathLike[str], output: str | os.PathLike[str] | None, options: Options
+) -> Iterator[Run]:
+    """Open a source and plan its run; InputError (one line) where source, output or options won't do."""
+    request = SizeRequest(options.scale, options.size, options.height, options.width, options.fit)
+    trim = Trim.parse(options.start, options.duration, options.frames)
+    if options.color_fix not in COLOR_FIXES:
+        raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {options.color_fix}")
+    edit_list = _edit_list(options.cuts, trim)
+    with open_reader(source, trim, deinterlace=options.deinterlace) as reader:
+        plan = make_plan(
+            reader,
+            output,
+            request,
+            trim,
+            codec=options.codec,
+            quality=options.quality,
+            preset=options.preset,
+        )
+        yield Run(options, reader, plan, trim, edit_list)
 
 
 @dataclass(frozen=True)
@@ -127,14 +214,13 @@ def upscale(
 
     Raises InputError (one line) for bad input, options or output; nothing is left under the output's name.
     """
-    request = SizeRequest(scale, size, height, width, fit)
-    trim = Trim.parse(start, duration, frames)
-    if color_fix not in COLOR_FIXES:
-        raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {color_fix}")
-    edit_list = _edit_list(cuts, trim)
+    options = Options(
+        scale, size, fit, height, width, seed, start, duration, frames,
+        deinterlace, color_fix, cuts, codec, quality, preset,
+    )  # fmt: skip
     began = time.perf_counter()
-    with open_reader(source, trim, deinterlace=deinterlace) as reader:
-        plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
+    with open_run(source, output, options) as run:
+        plan, reader = run.plan, run.reader
         if resume and not plan.resumable and not reader.info.still:
             raise InputError("only a file that is made from files can be resumed, not a pipe, a URL or y4m")
         work = Work(Path(plan.output) if plan.resumable else None)
@@ -145,38 +231,16 @@ def upscale(
             watch.say("loading", 0)
             settings = {"device": device, "precision": precision, "memory": memory}
             block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
-            facts = {
-                "input": input_identity(reader.source) if plan.resumable else None,
-                "model": f"{block_model.name} {block_model.fingerprint} on {block_model.device.type}",
-                "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
-                "deinterlace": deinterlace,
-                "seed": seed,
-                "color_fix": color_fix,
-                "cuts": str(cuts) if edit_list is None else edit_list.entries(),
-                **plan.facts(),
-            }
-            work.begin(facts, resume=resume, overwrite=overwrite)
-            session = work.session(block_model) or Session(
-                block_model,
-                lr_size=plan.lr_size,
-                out_size=plan.out_size,
-                seed=seed,
-                color_fix=color_fix,
-                detect_cuts=cuts == "auto",
-            )
+            work.begin(run.facts(block_model), resume=resume, overwrite=overwrite)
+            session = work.session(block_model) or run.session(block_model)
             reader.passed = work.frames
             writer.resume(work.log_size)
-
-            def starts_shot(stamp: Stamp) -> bool:
-                return edit_list is not None and edit_list.starts_shot(
-                    stamp, reader.shift + reader.info.origin
-                )
 
             def on_mark(mark: Mark) -> None:
                 work.save(mark.session, mark.frames, writer)
 
             watch.begin(work.frames)
-            hooks = Hooks(watch.frames, starts_shot, on_mark if plan.resumable else None)
+            hooks = Hooks(watch.frames, run.starts_shot, on_mark if plan.resumable else None)
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
             except BaseException:

@@ -27,7 +27,7 @@ _DECODED_AHEAD = 16
 _ENCODE_BEHIND = 8
 _POLL_SECONDS = 0.1
 MARK_FRAMES = 120
-"""A run can be continued about every so many frames; it costs a key frame each time."""
+"""Inside a shot, a run can be continued about every so many frames; it costs a key frame each time."""
 _READER_PATIENCE_SECONDS = 2.0
 
 
@@ -36,6 +36,9 @@ Read = Frame | Passed | Packet
 
 class Upscaler(Protocol):
     """What the pipeline needs of a session: frames in, finished blocks out ([N, H, W, 3] arrays)."""
+
+    cuts: list[int]
+    pushed: int
 
     def push(self, frames: np.ndarray, /) -> list[np.ndarray]:
         """Take LR frames, return the finished blocks."""
@@ -53,10 +56,17 @@ class Upscaler(Protocol):
         """Return a session that stays as this one is now."""
         ...
 
+    def at_cut(self, cut: int, /) -> Session:
+        """Return a session that stands at one of the cuts so far."""
+        ...
+
 
 @dataclass(frozen=True)
 class Mark:
-    """A place between two blocks where a later run can continue: the session there, and the frames so far."""
+    """A place between two blocks where a run can be continued, or taken up by another: the session there, and
+    the frames so far. Marks lie at every cut, and in a shot at block ends `MARK_FRAMES` apart: where they lie
+    in a shot depends on that shot alone.
+    """
 
     session: Session
     frames: int
@@ -112,7 +122,7 @@ class Hooks:
     starts_shot: Callable[[Stamp], bool] | None = None
     """Asked once for each frame, in order: is the session cut before it?"""
     on_mark: Callable[[Mark], None] | None = None
-    """Told about every `MARK_FRAMES` frames, in the writing thread, when the writer holds all of them."""
+    """Told of every mark, in the writing thread, when the writer holds all frames up to there."""
 
 
 @dataclass
@@ -205,9 +215,23 @@ def _upscale(
 ) -> None:
     waiting: deque[Frame] = deque()  # frames inside the session; only their times and names are kept
     made = marked = 0
+    begun = session.pushed
+
+    def mark() -> None:
+        nonlocal marked
+        if hooks.on_mark is None or made == marked:
+            return
+        if begun + made in session.cuts:
+            here = session.at_cut(begun + made)
+        elif made - marked >= MARK_FRAMES and not waiting:
+            here = session.fork()
+        else:
+            return
+        marked = made
+        upscaled.put(Mark(here, timing.frames_passed + made))
 
     def emit(make_blocks: Callable[[], list[np.ndarray]]) -> None:
-        nonlocal made, marked
+        nonlocal made
         began = time.perf_counter()
         blocks = make_blocks()
         timing.model += time.perf_counter() - began
@@ -216,12 +240,10 @@ def _upscale(
                 origin = waiting.popleft()
                 upscaled.put(Frame(pixels, origin.stamp, origin.name))
             made += len(block)
+            mark()
             if hooks.on_frames is not None:
                 hooks.on_frames(timing)
-        # A function of the frames alone: every run of this video has its marks at the same places.
-        if hooks.on_mark is not None and not waiting and made - marked >= MARK_FRAMES:
-            marked = made
-            upscaled.put(Mark(session.fork(), timing.frames_passed + made))
+        mark()  # a cut can show only now that the block before it was the last of its shot
 
     for item in decoded:
         if isinstance(item, Packet):

@@ -30,7 +30,7 @@ from recavsr.video.info import VideoInfo
 from recavsr.video.reader import Reader, Trim
 from recavsr.video.source import PICTURE_SUFFIXES, STDIN, SourceKind
 from recavsr.video.streams import plan_streams
-from recavsr.video.writer import VideoWriter, Writer
+from recavsr.video.writer import ShotsWriter, VideoWriter, Writer
 
 DEFAULT_SCALE = 4.0
 LARGEST_SIDE = 16384
@@ -205,6 +205,12 @@ class Plan:
             overwrite=overwrite,
             folder=folder,
         )
+
+    def shots_writer(self, reader: Reader, path: Path) -> ShotsWriter:
+        """Return a writer of the packet log `path` for some shots of a video file."""
+        assert self.container is not None
+        assert self.encoding is not None
+        return ShotsWriter(path, reader, self.container, self.encoding, self.out_size, self.sample_aspect)
 
 
 def make_plan(

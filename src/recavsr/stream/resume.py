@@ -6,10 +6,10 @@
         packets                 the encoded picture up to there (or `pictures/`)
         output                  the file in the making
 
-Every `MARK_FRAMES` frames the encoder closes its group of pictures, in every run, so that a continued run
-gives the same frames as one in one piece; a checkpoint is saved there unless the last one is younger than
-`CHECKPOINT_SECONDS`. A continued run decodes its source from the beginning again, without using the model,
-muxes the packets that are there, and goes on.
+At every cut, and in a shot every `MARK_FRAMES` frames, the encoder closes its group of pictures, in every
+run, so that a continued run gives the same frames as one in one piece; a checkpoint is saved there unless the
+last one is younger than `CHECKPOINT_SECONDS`. A continued run decodes its source from the beginning again,
+without using the model, muxes the packets that are there, and goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -42,8 +43,14 @@ CHECKPOINT_SECONDS = 20.0
 _EDGE_BYTES = 1 << 20
 
 
+RUN, SHOTS = "run.json", "shots.json"
+"""What a folder's work is: that of one run, or of runs of shots made by many (`stream.shots`)."""
+
+
 class Work:
     """The folder in which a run keeps what it has; without an output nothing is kept."""
+
+    _record = RUN
 
     def __init__(self, output: Path | None) -> None:
         self._output = output
@@ -67,24 +74,38 @@ class Work:
         if self.folder is None:
             return
         self._facts = json.loads(json.dumps(facts))
-        run = self.folder / "run.json"
+        run = self.folder / self._record
         try:
             self.folder.mkdir(exist_ok=True)
             self._take_lock()
-            known = json.loads(run.read_bytes()) if run.exists() else None
-            if known is None or (overwrite and not resume):
+            fresh = overwrite and not resume
+            other, command = (RUN, "upscale") if self._record == SHOTS else (SHOTS, "batch")
+            if not run.exists() and (self.folder / other).exists() and not fresh:
+                self.kept = 0
+                raise InputError(
+                    f"{self._output}: an interrupted run of recavsr {command} is kept; "
+                    "continue it with that command and --resume, or start afresh with --overwrite"
+                )
+            if not run.exists() or fresh:
                 self._clear()
                 return
+            known = json.loads(run.read_bytes())
         except OSError as error:
             raise write_error(self.folder, error) from None
+        self.kept = self._frames_of(known)
         if not resume:
-            self.kept = known["frames"]
             raise InputError(
-                f"{self._output}: an interrupted run of {known['frames']} frames is kept; "
+                f"{self._output}: an interrupted run of {self.kept} frames is kept; "
                 "continue it with --resume, or start afresh with --overwrite"
             )
-        self.kept = known["frames"]
         self._refuse_changes(known["facts"])
+        self._take_up(known)
+
+    def _frames_of(self, known: dict[str, Any]) -> int:
+        return known["frames"]
+
+    def _take_up(self, known: dict[str, Any]) -> None:
+        assert self.folder is not None
         self.frames, self.log_size = known["frames"], known["log_size"]
         self._session = self.folder / known["state"]
 
@@ -96,17 +117,12 @@ class Work:
         """Save a checkpoint after `frames` frames, unless the last one is young."""
         if self.folder is None or time.monotonic() - self._saved_at < CHECKPOINT_SECONDS:
             return
-        state, run = self.folder / f"state-{frames}.safetensors", self.folder / "run.json"
+        state = self.folder / f"state-{frames}.safetensors"
         try:
             log_size = writer.sync()
             session.save(state)
             sync(state)
-            known = {"facts": self._facts, "frames": frames, "log_size": log_size, "state": state.name}
-            fresh = run.with_suffix(".new")
-            fresh.write_text(json.dumps(known), encoding="utf-8")
-            sync(fresh)
-            os.replace(fresh, run)
-            sync(self.folder)
+            self._write(frames=frames, log_size=log_size, state=state.name)
             if self._session is not None and self._session != state:
                 self._session.unlink(missing_ok=True)
         except OSError as error:
@@ -114,6 +130,35 @@ class Work:
         except SafetensorError as error:  # what it says of a full disk
             raise InputError(f"{state}: can't be written ({error})") from None
         self._session, self.kept, self._saved_at = state, frames, time.monotonic()
+
+    def join(self, facts: dict[str, Any], session: Session, frames: int, logs: Sequence[Path]) -> None:
+        """Take packet logs of all frames, one behind the other, as what a run kept at its very end."""
+        assert self.folder is not None
+        self._facts = json.loads(json.dumps(facts))
+        packets, state = self.folder / "packets", self.folder / f"state-{frames}.safetensors"
+        try:
+            self._take_lock()
+            with open(packets, "wb") as whole:
+                for log in logs:
+                    with open(log, "rb") as part:
+                        shutil.copyfileobj(part, whole)
+                log_size = whole.tell()
+            session.save(state)
+            for path in (packets, state):
+                sync(path)
+            self._write(frames=frames, log_size=log_size, state=state.name)
+        except OSError as error:
+            raise write_error(packets, error) from None
+        self.kept = frames
+
+    def _write(self, **known: Any) -> None:
+        """Replace what is known of the run, at once."""
+        assert self.folder is not None
+        fresh = self.folder / f"{self._record}.new"
+        fresh.write_text(json.dumps({"facts": self._facts, **known}), encoding="utf-8")
+        sync(fresh)
+        os.replace(fresh, self.folder / self._record)
+        sync(self.folder)
 
     def finish(self) -> None:
         """Note that the output is complete: nothing is kept."""
@@ -130,7 +175,7 @@ class Work:
         assert self.folder is not None
         if self.kept is None:
             # First what says that there is something to continue: the process may be killed half-way.
-            (self.folder / "run.json").unlink(missing_ok=True)
+            self._forget()
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             (self.folder / "output").unlink(
@@ -152,12 +197,17 @@ class Work:
     def _clear(self) -> None:
         """Remove what an earlier run left."""
         assert self.folder is not None
-        (self.folder / "run.json").unlink(missing_ok=True)
+        self._forget()
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name != "lock":
                 path.unlink()
+
+    def _forget(self) -> None:
+        assert self.folder is not None
+        for name in (RUN, SHOTS):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _refuse_changes(self, known: dict[str, Any]) -> None:
         for name in self._facts.keys() | known.keys():

@@ -56,7 +56,8 @@ class Session:
         self.seed, self.color_fix, self.detect_cuts = seed, color_fix, detect_cuts
         self.cuts: list[int] = []
         """Where a new shot began, as a count of the frames before it since the session was made."""
-        self._pushed = 0
+        self.pushed = 0
+        """Frames that came in since the session was made."""
         self._start(shot)
 
     def _start(self, shot: int) -> None:
@@ -101,8 +102,8 @@ class Session:
     def cut(self) -> list[np.ndarray]:
         """End the shot as `flush` does: the next frame starts a new one."""
         done = self.flush()
-        if self._pushed:
-            self.cuts.append(self._pushed)
+        if self.pushed and self.cuts[-1:] != [self.pushed]:
+            self.cuts.append(self.pushed)
         return done
 
     def reset(self, shot: int | None = None) -> None:
@@ -123,7 +124,14 @@ class Session:
         # States are never written to, so both sessions may hold the same one.
         other._state, other._pending, other._block = self._state, list(self._pending), self._block
         other._seen, other._thumbnails = self._seen, list(self._thumbnails)
-        other.cuts, other._pushed = list(self.cuts), self._pushed
+        other.cuts, other.pushed = list(self.cuts), self.pushed
+        return other
+
+    def at_cut(self, cut: int) -> Session:
+        """Return an independent session that stands at one of the `cuts` so far, before its shot."""
+        other = self.fork()
+        other.reset()
+        other.cuts, other.pushed = [known for known in self.cuts if known <= cut], cut
         return other
 
     def save(self, path: str | Path) -> None:
@@ -147,7 +155,7 @@ class Session:
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
             cuts=self.cuts,
-            pushed=self._pushed,
+            pushed=self.pushed,
         )
 
     @classmethod
@@ -169,12 +177,12 @@ class Session:
         pending = state.pending.cpu().numpy().astype(np.uint16 if state.uint16 else np.uint8)
         if len(pending):
             session._add(pending)
-        session.cuts, session._pushed = about["cuts"], about["pushed"]
+        session.cuts, session.pushed = about["cuts"], about["pushed"]
         return session
 
     def _add(self, frames: np.ndarray) -> None:
         self._pending.append(frames)
-        self._pushed += len(frames)
+        self.pushed += len(frames)
         if self.detect_cuts:
             self._thumbnails += map(thumbnail, frames)
 
@@ -192,7 +200,7 @@ class Session:
                 self._seen = self._seen.after(thumbnails[:taken])
             if cut is not None:
                 self._start(self.shot)
-                self.cuts.append(self._pushed - len(frames) + cut)
+                self.cuts.append(self.pushed - len(frames) + cut)
             self._pending = [frames[taken:]] if len(frames) > taken else []
             self._thumbnails = thumbnails[taken:]
         return done

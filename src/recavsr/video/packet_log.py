@@ -21,14 +21,15 @@ class PacketLog:
         self._file.seek(size)
         self._known, self._at = size, 0
 
-    def append(self, packet: Packet) -> None:
-        """Add a packet of the picture."""
+    def append(self, packet: Packet) -> Packet:
+        """Add a packet of the picture; return it as `read` will."""
         base = packet.time_base
         assert packet.pts is not None
         assert packet.dts is not None
         times = (packet.pts, packet.dts, packet.duration or 0, base.numerator, base.denominator)
         data = bytes(packet)
         self._file.write(_RECORD.pack(*times, packet.is_keyframe, len(data)) + data)
+        return _packet(data, *times, packet.is_keyframe)
 
     def read(self) -> Packet | None:
         """Return the next of the packets that were there at the beginning, or None after the last."""
@@ -36,12 +37,10 @@ class PacketLog:
             return None
         self._file.seek(self._at)
         pts, dts, duration, numerator, denominator, key, size = _RECORD.unpack(self._file.read(_RECORD.size))
-        packet = Packet(self._file.read(size))
+        data = self._file.read(size)
         self._at = self._file.tell()
         self._file.seek(0, os.SEEK_END)
-        packet.pts, packet.dts, packet.duration = pts, dts, duration
-        packet.time_base, packet.is_keyframe = Fraction(numerator, denominator), bool(key)
-        return packet
+        return _packet(data, pts, dts, duration, numerator, denominator, key)
 
     def sync(self) -> int:
         """Bring what was appended to the disk and return the size of the log."""
@@ -52,3 +51,12 @@ class PacketLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _packet(
+    data: bytes, pts: int, dts: int, duration: int, numerator: int, denominator: int, key: bool
+) -> Packet:
+    packet = Packet(data)
+    packet.pts, packet.dts, packet.duration = pts, dts, duration
+    packet.time_base, packet.is_keyframe = Fraction(numerator, denominator), bool(key)
+    return packet

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +14,10 @@ from typing import Any, Protocol, Self, cast
 
 import av
 import av.error
+import numpy as np
+from av.codec.context import Flags as CodecFlags
 from av.container import OutputContainer
+from av.format import Flags as ContainerFlags
 from av.packet import Packet
 from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
@@ -21,6 +26,7 @@ from recavsr.errors import InputError
 from recavsr.video.color import FromRgb
 from recavsr.video.formats import Container, Encoding
 from recavsr.video.frames import Frame, Stamp
+from recavsr.video.info import VideoInfo
 from recavsr.video.output import PendingOutput, write_error
 from recavsr.video.packet_log import PacketLog
 from recavsr.video.reader import Reader
@@ -60,6 +66,83 @@ class Writer(Protocol):
     ) -> None: ...
 
 
+ENCODER_THREADS = 8
+"""What x264 and x265 write depends on this number: fixed, a video is the same file on every machine."""
+
+
+class _Encoder:
+    """Encodes the frames of a picture. After `end` the next one knows nothing of those before it."""
+
+    def __init__(
+        self,
+        info: VideoInfo,
+        container: Container,
+        encoding: Encoding,
+        size: tuple[int, int],
+        aspect: Fraction,
+    ) -> None:
+        self._info, self._container, self._encoding = info, container, encoding
+        self._size, self._aspect = size, aspect
+        self._from_rgb = FromRgb(encoding.pixel_format, encoding.color)
+        self._context: VideoCodecContext | None = None
+        self._used = False
+        self._durations: dict[int, int] = {}
+        if encoding.library == "libsvtav1":
+            os.environ.setdefault("SVT_LOG", "1")  # errors only: it writes to stderr past every other switch
+
+    def encode(self, pixels: np.ndarray, stamp: Stamp) -> list[Packet]:
+        """Take the next frame [H, W, 3]; return the packets that are finished."""
+        if self._context is None:
+            self._context = self._new_context(stamp)
+        self._used = True
+        picture = self._from_rgb(pixels)
+        picture.pts, picture.time_base = stamp.pts, stamp.time_base
+        self._durations[stamp.pts] = stamp.duration
+        return self._with_durations(self._context.encode(picture))
+
+    def end(self) -> list[Packet]:
+        """Return the packets that are left."""
+        if self._context is None or not self._used:
+            return []
+        packets = self._with_durations(self._context.encode(None))
+        self._context, self._used = None, False
+        return packets
+
+    def adopt(self, context: VideoCodecContext, first: Stamp) -> None:
+        """Encode the frames up to the next `end` with this context, that of a file's stream."""
+        self._configure(context, first)
+        self._context = context
+
+    def _new_context(self, first: Stamp) -> VideoCodecContext:
+        """Return a context like that of a file's stream."""
+        context = cast(VideoCodecContext, av.CodecContext.create(self._encoding.library, "w"))
+        context.bit_rate = 0
+        if av.ContainerFormat(self._container.muxer, "w").flags & _flag(ContainerFlags.global_header):
+            context.flags |= _flag(CodecFlags.global_header)
+        context.framerate = self._info.rate
+        context.options = dict(self._encoding.options)
+        self._configure(context, first)
+        return context
+
+    def _configure(self, context: VideoCodecContext, first: Stamp) -> None:
+        encoding = self._encoding
+        context.thread_count = ENCODER_THREADS
+        context.height, context.width = self._size
+        context.pix_fmt = encoding.pixel_format
+        context.time_base = first.time_base
+        context.sample_aspect_ratio = self._aspect
+        context.color_range, context.colorspace = encoding.color.range, encoding.color.matrix
+        context.color_primaries, context.color_trc = encoding.color.primaries, encoding.color.transfer
+        if encoding.codec == "hevc" and self._container.muxer in ("mp4", "mov"):
+            context.codec_tag = "hvc1"  # the tag that Apple's players want
+
+    def _with_durations(self, packets: list[Packet]) -> list[Packet]:
+        for packet in packets:
+            if packet.pts is not None:
+                packet.duration = self._durations.pop(packet.pts, packet.duration or 0)
+        return packets
+
+
 class VideoWriter:
     """Writes a video file (or standard output, if `path` is None) from a reader's frames and packets.
 
@@ -87,11 +170,7 @@ class VideoWriter:
         self._reader = reader
         self._container = container
         self._encoding = encoding
-        self._size = size
-        self._sample_aspect = sample_aspect
-        self._from_rgb = FromRgb(encoding.pixel_format, encoding.color)
-        self._encoder: VideoCodecContext | None = None
-        self._durations: dict[int, int] = {}
+        self._encoder = _Encoder(reader.info, container, encoding, size, sample_aspect)
         self._last_dts: int | None = None
         self._count = 0
         self._output: OutputContainer | None = None
@@ -103,13 +182,7 @@ class VideoWriter:
     def write(self, frame: Frame) -> None:
         """Encode one frame [H, W, 3]; the first one opens the file."""
         try:
-            stamp = self._next(frame.stamp)
-            if self._encoder is None:
-                self._encoder = self._new_encoder(stamp)
-            picture = self._from_rgb(frame.pixels)
-            picture.pts, picture.time_base = stamp.pts, stamp.time_base
-            self._durations[stamp.pts] = stamp.duration
-            self._take(self._encoder.encode(picture))
+            self._take(self._encoder.encode(frame.pixels, self._next(frame.stamp)))
             self._copier.release(frame.stamp.end)
         except (av.error.FFmpegError, OSError) as error:
             raise write_error(self._name, error) from None
@@ -128,12 +201,10 @@ class VideoWriter:
 
     def mark(self) -> None:
         """Let the encoder finish; the next frame gets a new one, which knows nothing of the frames before."""
-        if self._encoder is not None:
-            try:
-                self._take(self._encoder.encode(None))
-            except (av.error.FFmpegError, OSError) as error:
-                raise write_error(self._name, error) from None
-            self._encoder = None
+        try:
+            self._take(self._encoder.end())
+        except (av.error.FFmpegError, OSError) as error:
+            raise write_error(self._name, error) from None
 
     def sync(self) -> int:
         """Bring the log to the disk and return its size."""
@@ -202,8 +273,6 @@ class VideoWriter:
             options["flush_packets"] = "1"
         if container.muxer in ("mp4", "mov"):
             options["movie_timescale"] = str(_movie_timescale(first.time_base))
-        if self._encoding.library == "libsvtav1":
-            os.environ.setdefault("SVT_LOG", "1")  # errors only: it writes to stderr past every other switch
         target = "pipe:1" if self._pending is None else f"file:{self._pending.path}"
         output = av.open(target, "w", format=container.muxer, options=options)
         self._copier = StreamCopier(output)
@@ -241,31 +310,9 @@ class VideoWriter:
             encoding.library, rate=info.rate, options=dict(encoding.options), time_base=first.time_base
         )
         stream = cast(VideoStream, added)
-        self._configure(stream.codec_context, first)
+        self._encoder.adopt(stream.codec_context, first)
         stream.metadata.update(kept_tags(info.video_metadata))
-        self._encoder = stream.codec_context
         return stream
-
-    def _new_encoder(self, first: Stamp) -> VideoCodecContext:
-        """Return an encoder like that of the file's stream, which has ended."""
-        encoder = cast(VideoCodecContext, av.CodecContext.create(self._encoding.library, "w"))
-        encoder.bit_rate = 0
-        encoder.flags = self._video.codec_context.flags
-        encoder.framerate = self._reader.info.rate
-        encoder.options = dict(self._encoding.options)
-        self._configure(encoder, first)
-        return encoder
-
-    def _configure(self, context: VideoCodecContext, first: Stamp) -> None:
-        encoding = self._encoding
-        context.height, context.width = self._size
-        context.pix_fmt = encoding.pixel_format
-        context.time_base = first.time_base
-        context.sample_aspect_ratio = self._sample_aspect
-        context.color_range, context.colorspace = encoding.color.range, encoding.color.matrix
-        context.color_primaries, context.color_trc = encoding.color.primaries, encoding.color.transfer
-        if encoding.codec == "hevc" and self._container.muxer in ("mp4", "mov"):
-            context.codec_tag = "hvc1"  # the tag that Apple's players want
 
     def _set_chapters(self, output: OutputContainer) -> None:
         reader = self._reader
@@ -280,10 +327,9 @@ class VideoWriter:
     def _take(self, packets: list[Packet]) -> None:
         """Log and mux what the encoder gives."""
         for packet in packets:
-            if packet.pts is not None:
-                packet.duration = self._durations.pop(packet.pts, packet.duration or 0)
             if self._log is not None:
-                self._log.append(packet)
+                # Whether it comes from the encoder or from the log must not show in the file.
+                packet = self._log.append(packet)
             self._mux(packet)
 
     def _mux(self, packet: Packet) -> None:
@@ -296,6 +342,79 @@ class VideoWriter:
             self._last_dts = packet.dts
         packet.stream = self._video
         self._output.mux(packet)
+
+
+class ShotsWriter:
+    """Encodes a run of shots into a packet log of their own, from which a VideoWriter can take them.
+
+    The log has its name `path` when it is complete; whoever makes the same shots twice may write it twice.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        reader: Reader,
+        container: Container,
+        encoding: Encoding,
+        size: tuple[int, int],
+        sample_aspect: Fraction,
+    ) -> None:
+        self._pending = PendingOutput(path, overwrite=True)
+        self._encoder = _Encoder(reader.info, container, encoding, size, sample_aspect)
+        self.warnings: list[str] = []
+
+    def write(self, frame: Frame) -> None:
+        """Encode one frame [H, W, 3]."""
+        self._append(lambda: self._encoder.encode(frame.pixels, frame.stamp))
+
+    def pass_over(self, stamp: Stamp) -> None:
+        """Leave out a frame of an earlier shot."""
+
+    def copy(self, packet: Packet) -> None:
+        """Leave out what is not of the picture."""
+
+    def mark(self) -> None:
+        """Let the encoder finish."""
+        self._append(self._encoder.end)
+
+    def sync(self) -> int:
+        """Bring the log to the disk and return its size."""
+        return self._log.sync()
+
+    def resume(self, log_size: int) -> None:
+        """Runs of shots are begun afresh."""
+
+    def finish(self) -> None:
+        """Write what is left and give the log its name."""
+        self.mark()
+        self.sync()
+        self._log.close()
+        self._pending.commit()
+
+    def __enter__(self) -> Self:
+        try:
+            self._log = PacketLog(self._pending.path)
+        except OSError as error:
+            raise write_error(self._pending.final, error) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._log.close()
+        self._pending.discard()
+
+    def _append(self, encode: Callable[[], list[Packet]]) -> None:
+        try:
+            for packet in encode():
+                self._log.append(packet)
+        except (av.error.FFmpegError, OSError) as error:
+            raise write_error(self._pending.final, error) from None
+
+
+def _flag(flag: Enum) -> int:
+    return cast(int, flag.value)  # PyAV's type hints say that it is the flag itself
 
 
 def _movie_timescale(time_base: Fraction) -> int:

@@ -1,0 +1,127 @@
+"""A Ray cluster to work on: one of this machine alone, or one that is running; and what room it has."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from recavsr.errors import InputError
+
+THREADS = 4
+"""Of a worker on a CPU, where no number is given: a model scales well up to about so many."""
+
+_STARTS = 3  # Ray gives its own processes half a minute, which a busy machine exceeds
+_OBJECT_STORE_BYTES = 100_000_000  # little more than names travels through Ray
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many workers there are, and what each one gets."""
+
+    workers: int
+    threads: int
+    gpu: bool
+
+
+def ray_module() -> ModuleType:
+    """Return Ray, or raise InputError with the command that installs it."""
+    try:
+        import ray
+    except ImportError:
+        raise InputError(
+            "recavsr batch works on Ray, which is not installed: pip install 'recavsr[cluster]'"
+        ) from None
+    return ray
+
+
+@contextlib.contextmanager
+def connected(address: str | None, workers: int | None, threads: int | None) -> Iterator[ModuleType]:
+    """Connect to the cluster at `address`; without one, start a cluster of this machine, and end it again.
+
+    Where the process is connected already, that connection is used. InputError says why there is no cluster.
+    """
+    ray = ray_module()
+    # Ray tells of lost workers in its own way, on standard output; the batch says it in one line.
+    with contextlib.redirect_stdout(io.StringIO()):
+        if ray.is_initialized():
+            yield ray
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
+        where: dict[str, Any] = {"address": address}
+        if address is None:
+            where = {
+                "address": "local",
+                "num_cpus": max(_cores(), (workers or 1) * (threads or 1)),
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
+        try:
+            _init(ray, where, attempts=_STARTS if address is None else 1)
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _init(ray: ModuleType, where: dict[str, Any], attempts: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**where, log_to_driver=False, logging_level=logging.CRITICAL)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray has put its own there
+    except (
+        Exception
+    ) as error:  # ConnectionError, ValueError, RuntimeError or Exception: Ray has no class for it
+        ray.shutdown()
+        if attempts > 1:
+            _init(ray, where, attempts - 1)
+            return
+        what = {"local": "no cluster could be started here"}.get(
+            where["address"], f"no cluster answers at {where['address']}"
+        )
+        raise InputError(f"Ray: {what} ({' '.join(str(error).split())[:300]})") from None
+
+
+def room_of(ray: ModuleType, device: str, workers: int | None, threads: int | None) -> Room:
+    """Return how many workers the cluster has room for: one a GPU, or one for so many CPU threads.
+
+    Results on a CPU depend on the threads of a worker, in the last bit, but not on the number of workers; so
+    the first does not follow from the second unless the cluster is too small for both.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    gpus = [int(node.get("GPU", 0)) for node in nodes]
+    if device.startswith("cuda") and (device != "cuda" or not any(gpus)):
+        raise InputError(
+            "recavsr batch has one worker on each GPU; CUDA_VISIBLE_DEVICES says which: use --device cuda"
+            if any(gpus)
+            else "no GPU is in the cluster; use --device cpu"
+        )
+    gpu = any(gpus) and device in ("auto", "cuda")
+    if gpu:
+        share = min(cpu // cards for cpu, cards in zip(cpus, gpus) if cards)
+        threads = threads or max(1, min(2 * THREADS, share))
+        room = sum(min(cards, cpu // threads) for cpu, cards in zip(cpus, gpus))
+    else:
+        fair = THREADS if workers is None else max(1, sum(cpus) // workers)
+        threads = threads or max(1, min(THREADS, fair, *(cpu for cpu in cpus if cpu)))
+        room = sum(cpu // threads for cpu in cpus)
+    if room < (workers or 1):
+        raise InputError(
+            f"the cluster has room for {room} workers of {threads} threads, not for {workers or 1}"
+        )
+    return Room(workers or room, threads, gpu)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,133 @@
+"""Which files a batch takes and what their outputs are called: files, folders, patterns, with any names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recavsr.cli.main import run
+from recavsr.errors import InputError
+from recavsr.stream.batch import FileStatus, find_jobs, is_many, upscale_many
+from recavsr.stream.step import IdentityModel
+from recavsr.video.clips import read_clip, write_clip
+
+
+def touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    return folder
+
+
+def found(inputs: list[str | Path], tmp_path: Path) -> dict[str, str]:
+    """Return {source: output}, relative to `tmp_path` and to the output folder."""
+    jobs = find_jobs(inputs, tmp_path / "out")
+    return {
+        os.path.relpath(job.source, tmp_path): os.path.relpath(job.output, tmp_path / "out") for job in jobs
+    }
+
+
+def test_files_folders_and_patterns_each_file_once(tmp_path: Path) -> None:
+    touch(tmp_path, "a/2.mov", "a/10.mov", "a/notes.txt", "a/.hidden.mov", "b/deep/c.mkv", "d.avi", "e.wmv")
+    inputs = [tmp_path / "a", tmp_path / "d.avi", f"{tmp_path}/a/*.mov", f"{tmp_path}/**/*.mkv"]
+    assert found(inputs, tmp_path) == {
+        "a/2.mov": "2.mov",
+        "a/10.mov": "10.mov",
+        "a/notes.txt": "notes.mp4",
+        "d.avi": "d.mp4",
+        "b/deep/c.mkv": "c.mkv",
+    }
+    assert list(found([tmp_path / "a"], tmp_path)) == ["a/2.mov", "a/10.mov", "a/notes.txt"]
+
+
+def test_a_file_of_that_very_name_comes_before_a_pattern(tmp_path: Path) -> None:
+    touch(tmp_path, "clip [1].mp4", "clip 1.mp4", "what?.mp4", "whatx.mp4", "100%d.mp4", "-o.mp4", "ü*.mp4")
+    for name in ("clip [1].mp4", "what?.mp4", "100%d.mp4", "ü*.mp4"):
+        assert found([tmp_path / name], tmp_path) == {name: name}
+        assert not is_many(str(tmp_path / name))
+    assert set(found([f"{tmp_path}/clip [0-9].mp4"], tmp_path)) == {"clip 1.mp4"}
+    assert set(found([f"{tmp_path}/*.mp4"], tmp_path)) == {path.name for path in tmp_path.glob("*.mp4")}
+
+
+def test_a_dash_in_front_is_a_name_behind_two_dashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_clip(Path("-a.mp4"), np.zeros((3, 16, 16, 3), np.uint8), 25)
+    options = ["--model", "identity", "--dry-run", "--json"]
+    assert run(["batch", "-o", "out", *options, "--", "-a.mp4"]) == 0
+    assert '"source": "-a.mp4", "output": "out/-a.mp4", "status": "done"' in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_files_of_one_name_keep_their_folders(tmp_path: Path) -> None:
+    touch(tmp_path, "x/day/clip.mp4", "y/day/clip.mp4", "x/day/other.mp4")
+    assert found([tmp_path / "x/day", tmp_path / "y/day"], tmp_path) == {
+        "x/day/clip.mp4": "x/day/clip.mp4",
+        "x/day/other.mp4": "other.mp4",
+        "y/day/clip.mp4": "y/day/clip.mp4",
+    }
+    assert (tmp_path / "out/y/day").is_dir()
+
+
+def test_never_two_outputs_of_one_name(tmp_path: Path) -> None:
+    touch(tmp_path, "a.avi", "a.mp4")
+    assert found([f"{tmp_path}/a.*"], tmp_path) == {"a.avi": "a.avi.mp4", "a.mp4": "a.mp4"}
+    touch(tmp_path, "a.avi.mp4")
+    with pytest.raises(InputError, match=r"two inputs would both become a\.avi\.mp4"):
+        found([f"{tmp_path}/a.*"], tmp_path)
+
+
+def test_what_does_not_exist_is_one_bad_file(tmp_path: Path) -> None:
+    clip = tmp_path / "a.mp4"
+    write_clip(clip, np.zeros((3, 16, 16, 3), np.uint8), 25)
+    inputs = [tmp_path / "gone.mp4", f"{tmp_path}/*.mkv", clip]
+    report = upscale_many(inputs, tmp_path / "out", model=IdentityModel(), scale=1)
+    assert [result.status for result in report.files] == [
+        FileStatus.FAILED,
+        FileStatus.FAILED,
+        FileStatus.DONE,
+    ]
+    assert report.files[0].reason == f"{tmp_path}/gone.mp4: no such file"
+    assert "match this pattern" in (report.files[1].reason or "")
+
+
+def test_a_folder_of_pictures_is_one_video(tmp_path: Path) -> None:
+    touch(tmp_path, "frames/1.png", "frames/2.png", "clips/a.mp4")
+    assert found([tmp_path / "frames", tmp_path / "clips"], tmp_path) == {
+        "frames": "frames",
+        "clips/a.mp4": "a.mp4",
+    }
+    assert not is_many(str(tmp_path / "frames"))
+    assert not is_many(f"{tmp_path}/frames/*.png")
+    assert is_many(f"{tmp_path}/*/*.mp4")
+
+
+def test_the_output_is_another_folder(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.mp4", "file")
+    for inputs, output, reason in (
+        ("in", "in", "is the source folder itself"),
+        ("in/*.mp4", "in", "is the source folder itself"),
+        ("in", "file", "exists and is not a folder"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            find_jobs(str(tmp_path / inputs), tmp_path / output)
+    with pytest.raises(InputError, match="there is no file to upscale"):
+        find_jobs([], tmp_path / "out")
+
+
+def test_upscale_takes_a_pattern_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("clips").mkdir()
+    for name in ("a.mov", "b.mov", "c.mkv"):
+        write_clip(Path("clips", name), np.zeros((3, 16, 16, 3), np.uint8), 25)
+    assert run(["upscale", "clips/*.mov", "--model", "identity", "--scale", "2"]) == 0
+    assert "clips_upscaled: 2 done" in capsys.readouterr().err
+    assert sorted(path.name for path in Path("clips_upscaled").iterdir()) == ["a.mov", "b.mov"]
+    assert read_clip(Path("clips_upscaled/a.mov")).shape == (3, 32, 32, 3)
