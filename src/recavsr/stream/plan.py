@@ -150,9 +150,10 @@ class Plan:
         ]
         if self.encoding is not None:
             color = self.encoding.color
+            siting = f", chroma {self.encoding.siting}" if self.encoding.siting else ""
             said.append(
                 f"video: {self.encoding.codec}, {self.encoding.pixel_format}, {color.matrix_name}, "
-                f"{'full' if color.full_range else 'limited'} range"
+                f"{'full' if color.full_range else 'limited'} range{siting}"
             )
         said += [f"copied: {stream}" for stream in self.copied_streams]
         if self.container is not None:

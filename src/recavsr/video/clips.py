@@ -34,7 +34,7 @@ def write_clip(path: Path, frames: Iterable[np.ndarray], rate: Fraction | int, c
     try:
         with av.open(str(pending.path), "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": "fast"})
-            to_frame = FromRgb("yuv420p", _BT709)
+            to_frame = FromRgb("yuv420p", _BT709, "left")
             for index, pixels in enumerate(frames):
                 if index == 0:
                     stream.height, stream.width = pixels.shape[:2]

@@ -4,7 +4,8 @@ Pixels are converted with the matrix and range that the source is tagged with, a
 same ones, so that an identity model changes nothing. Untagged sources follow the rule that players use:
 BT.709 from 720 rows (or 1280 columns) up, BT.601 below, limited range for Y'CbCr and full range for RGB.
 The output is always tagged with the matrix and range in use, because its new size would make a player
-guess differently.
+guess differently. Chroma siting is kept in the same way; untagged 4:2:0 counts as `left`, in full range and in
+pictures as `center`, 4:2:2 as `left`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from av.video.reformatter import VideoReformatter
 
 from recavsr.errors import InputError
 from recavsr.video.frames import side_data_of
+from recavsr.video.siting import Sited
 
 UNSPECIFIED = 2  # matrix, primaries, transfer
 RANGE_UNSPECIFIED, RANGE_LIMITED, RANGE_FULL = 0, 1, 2
@@ -156,8 +158,9 @@ def hdr_metadata_of(frame: VideoFrame) -> HdrMetadata | None:
 class ToRgb:
     """Converts decoded frames to RGB arrays [H, W, 3]: uint8, or uint16 (full scale) if `deep`."""
 
-    def __init__(self, tags: ColorTags, *, deep: bool) -> None:
+    def __init__(self, tags: ColorTags, *, deep: bool, siting: str | None = None) -> None:
         self._tags = tags
+        self._sited = None if siting is None else Sited(siting)
         self._format = "rgb48le" if deep else "rgb24"
         self._reformatter = VideoReformatter()
         if tags.matrix != MATRIX_RGB and tags.matrix not in _SWSCALE_MATRIX:
@@ -170,7 +173,7 @@ class ToRgb:
         """Return the frame's pixels, [H, W, 3]."""
         matrix = _SWSCALE_MATRIX.get(self._tags.matrix)
         rgb = self._reformatter.reformat(
-            frame,
+            frame if self._sited is None else self._sited(frame),
             format=self._format,
             src_colorspace=matrix,
             src_color_range=self._tags.range,
@@ -183,9 +186,10 @@ class ToRgb:
 class FromRgb:
     """Converts RGB arrays [H, W, 3], uint8 or uint16, to frames of one pixel format and colour."""
 
-    def __init__(self, pixel_format: str, tags: ColorTags) -> None:
+    def __init__(self, pixel_format: str, tags: ColorTags, siting: str | None = None) -> None:
         self._format = pixel_format
         self._tags = tags
+        self._sited = None if siting is None else Sited(siting)
         self._reformatter = VideoReformatter()
 
     def __call__(self, pixels: np.ndarray) -> VideoFrame:
@@ -193,7 +197,7 @@ class FromRgb:
         name = "rgb48le" if pixels.dtype == np.uint16 else "rgb24"
         source = VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format=name)
         frame = self._reformatter.reformat(
-            source,
+            source if self._sited is None else self._sited(source),
             format=self._format,
             src_color_range=RANGE_FULL,
             dst_colorspace=_SWSCALE_MATRIX.get(self._tags.matrix),

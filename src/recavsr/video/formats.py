@@ -93,6 +93,7 @@ class Encoding:
     library: str
     pixel_format: str
     color: ColorTags
+    siting: str | None  # of subsampled chroma
     options: dict[str, str]
 
 
@@ -131,11 +132,22 @@ def choose_encoding(
     pixel_format = encoder.pixel_format(_chroma(info, size, encoder, name), _bits(info))
     options = _options(encoder, name, quality, preset)
     color = info.color_used.for_yuv()
+    siting = _siting(info, pixel_format, name)
+    if siting is not None:
+        options["chroma_sample_location"] = siting
     if name == "hevc":
         options["x265-params"] = ":".join(_x265_parameters(options, info.hdr_metadata))
     if name == "prores" and "444" in pixel_format:
         options["profile"] = "4444"
-    return Encoding(name, encoder.library, pixel_format, color, options)
+    return Encoding(name, encoder.library, pixel_format, color, siting, options)
+
+
+def _siting(info: VideoInfo, pixel_format: str, name: str) -> str | None:
+    """Return where chroma goes: as in the source; what can't be tagged goes where players take it to be."""
+    if "444" in pixel_format:
+        return None
+    taggable = ("left", "topleft") if name == "av1" else ("left", "center", "topleft", "top")
+    return info.siting if "420" in pixel_format and info.siting in taggable else "left"
 
 
 def _bits(info: VideoInfo) -> int:

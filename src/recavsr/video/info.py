@@ -16,7 +16,8 @@ from av.video.stream import VideoStream
 from recavsr.errors import InputError
 from recavsr.video.color import ColorTags, HdrMetadata, hdr_metadata_of, tags_of
 from recavsr.video.frames import Orientation, has_alpha, orientation_of, side_data_of
-from recavsr.video.source import Source, SourceKind
+from recavsr.video.siting import tagged_siting
+from recavsr.video.source import CountedInput, Source, SourceKind
 
 DEFAULT_RATE = Fraction(25)  # for picture sequences and streams that name no rate
 
@@ -56,6 +57,7 @@ class VideoInfo:
     pixel_format: str
     bit_depth: int
     chroma: str  # "420", "422", "444", "rgb" or "gray"; other subsamplings count as the next finer one
+    siting: str | None  # of subsampled chroma: left, center, topleft, top; as tagged, else by convention
     alpha: bool
     color: ColorTags  # as tagged
     hdr_metadata: HdrMetadata | None
@@ -128,6 +130,7 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
     time_base = stream.time_base or 1 / rate
     start = origin if stream.start_time is None else stream.start_time * time_base
     duration = _duration_of(container, stream)
+    chroma, picture = _chroma_of(frame), source.kind is SourceKind.STILL
     return VideoInfo(
         source=source.name,
         kind=source.kind,
@@ -140,7 +143,8 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
         sample_aspect=1 / sample_aspect if orientation.swaps_sides else sample_aspect,
         pixel_format=frame.format.name,
         bit_depth=bit_depth_of(frame, source),
-        chroma=_chroma_of(frame),
+        chroma=chroma,
+        siting=_siting_of(container, stream, chroma, full_range=color.full_range or picture),
         alpha=has_alpha(frame),
         color=color,
         hdr_metadata=hdr_metadata_of(frame) if hdr else None,
@@ -181,6 +185,17 @@ def _chroma_of(frame: VideoFrame) -> str:
     # A half-size chroma plane of an odd side is rounded up, so compare with a side of 16.
     halves = (pixel_format.chroma_width(16) < 16, pixel_format.chroma_height(16) < 16)
     return {(True, True): "420", (True, False): "422"}.get(halves, "444")
+
+
+def _siting_of(
+    container: InputContainer, stream: VideoStream, chroma: str, *, full_range: bool
+) -> str | None:
+    if chroma not in ("420", "422"):
+        return None
+    file = container.file.file if container.file is not None else None
+    header = file.header if isinstance(file, CountedInput) else ""
+    usual = "center" if full_range and chroma == "420" else "left"
+    return tagged_siting(stream, header) or usual
 
 
 def _rate_of(stream: VideoStream) -> Fraction:

@@ -89,7 +89,7 @@ class VideoWriter:
         self._encoding = encoding
         self._size = size
         self._sample_aspect = sample_aspect
-        self._from_rgb = FromRgb(encoding.pixel_format, encoding.color)
+        self._from_rgb = FromRgb(encoding.pixel_format, encoding.color, encoding.siting)
         self._encoder: VideoCodecContext | None = None
         self._durations: dict[int, int] = {}
         self._last_dts: int | None = None
