@@ -180,7 +180,8 @@ def _summary(report: UpscaleReport) -> str:
     shots = f" in {len(report.cuts) + 1} shots" if report.cuts else ""
     return (
         f"{report.output}: {report.frames} frames of {width}x{height}{shots} "
-        f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps)"
+        f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps); "
+        f"colour drift {report.drift.mean:.2f} levels of 255, at most {report.drift.largest:.2f} in a block"
     )
 
 
@@ -198,6 +199,12 @@ def _facts(report: UpscaleReport) -> dict[str, Any]:
         "decode_seconds": round(report.decode_seconds, 3),
         "model_seconds": round(report.model_seconds, 3),
         "encode_seconds": round(report.encode_seconds, 3),
+        "starved_percent": round(100 * report.starved, 2),
+        "color_drift": {
+            "mean": round(report.drift.mean, 3),
+            "largest": round(report.drift.largest, 3),
+            "unit": "8-bit levels",
+        },
         "cuts": list(report.cuts),
         "warnings": list(report.warnings),
         "cut_short": report.cut_short,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from recavsr.errors import InputError
 from recavsr.stream.cuts import EditList
+from recavsr.stream.drift import Drift
 from recavsr.stream.load import load
 from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
@@ -53,6 +54,8 @@ class UpscaleReport:
     decode_seconds: float
     model_seconds: float
     encode_seconds: float
+    starved: float  # share of the model's time in which it waited for frames or for room, 0 to 1
+    drift: Drift  # of the mean colour against the LR frames, in 8-bit levels
     cuts: tuple[int, ...]  # frames that start a new shot, counted from 0 in the output
     warnings: tuple[str, ...]
     cut_short: str | None
@@ -193,6 +196,7 @@ def upscale(
                 timing,
                 seconds,
                 cuts=session.cuts,
+                drift=session.drift,
                 warnings=[*notes, *writer.warnings],
             )
 
@@ -255,6 +259,7 @@ def _report(
     seconds: float,
     *,
     cuts: Sequence[int] = (),
+    drift: Drift = Drift(),  # noqa: B008
     warnings: Sequence[str] = (),
     dry_run: bool = False,
 ) -> UpscaleReport:
@@ -272,6 +277,8 @@ def _report(
         decode_seconds=timing.decode,
         model_seconds=timing.model,
         encode_seconds=timing.encode,
+        starved=timing.starved,
+        drift=drift,
         cuts=tuple(cuts),
         warnings=tuple(all_warnings),
         cut_short=reader.cut_short,
