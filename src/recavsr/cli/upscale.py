@@ -45,8 +45,13 @@ def command(
         str, typer.Option(help="Start afresh at scene cuts: auto, off, or a file of frame numbers or times.")
     ] = "auto",
     codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
-    quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
+    quality: Annotated[
+        str | None, typer.Option(help="0 (best) to 51, the same for every codec; 17 if left out; or lossless.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
+    encoder: Annotated[
+        str, typer.Option(help="software, or hardware: a graphics card's encoder where there is one.")
+    ] = "software",
     device: options.Device = "auto",
     precision: options.Precision = "auto",
     memory: Annotated[
@@ -81,6 +86,7 @@ def command(
         "codec": codec,
         "quality": int(quality) if quality is not None and quality.isdecimal() else quality,
         "preset": preset,
+        "encoder": encoder,
         "device": device,
         "precision": precision,
         "memory": memory,

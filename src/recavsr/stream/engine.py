@@ -97,6 +97,7 @@ def upscale(
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
+    encoder: Literal["software", "hardware"] = "software",
     overwrite: bool = False,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -118,7 +119,9 @@ def upscale(
     deinterlace: make full frames of an interlaced source first (bwdif), as many as it has.
     cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
         "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
-    codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
+    codec, quality, preset: of the video encoder. quality is a number from 0 (best) to 51, with one meaning for
+        all codecs (17 is the default), or "lossless". encoder: "hardware" takes a graphics card's encoder where
+        one opens; `codec` may also name one, like "h264_nvenc", which is refused where it does not.
     overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
         behind the frames that it finished; the result has the same frames as one run in one piece.
     memory: at most so much of the device's memory ("8GB"): layers that do not fit travel from main memory.
@@ -134,10 +137,21 @@ def upscale(
     trim = Trim.parse(start, duration, frames)
     if color_fix not in COLOR_FIXES:
         raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {color_fix}")
+    if encoder not in ("software", "hardware"):
+        raise InputError(f"encoder is software or hardware, not {encoder}")
     edit_list = _edit_list(cuts, trim)
     began = time.perf_counter()
     with open_reader(source, trim, deinterlace=deinterlace) as reader:
-        plan = make_plan(reader, output, request, trim, codec=codec, quality=quality, preset=preset)
+        plan = make_plan(
+            reader,
+            output,
+            request,
+            trim,
+            codec=codec,
+            quality=quality,
+            preset=preset,
+            encoder=encoder,
+        )
         if resume and not plan.resumable and not reader.info.still:
             raise InputError("only a file that is made from files can be resumed, not a pipe, a URL or y4m")
         work = Work(Path(plan.output) if plan.resumable else None)

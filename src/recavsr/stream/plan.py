@@ -217,6 +217,7 @@ def make_plan(
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
+    encoder: str = "software",
 ) -> Plan:
     """Decide everything about a run from the opened source and the options; InputError if impossible."""
     info = reader.info
@@ -233,7 +234,16 @@ def make_plan(
     converted: list[str] = []
     if kind in (OutputKind.VIDEO, OutputKind.STDOUT):
         container = container_of(suffix)
-        encoding = choose_encoding(info, container, out_size, codec=codec, quality=quality, preset=preset)
+        encoding = choose_encoding(
+            info,
+            container,
+            out_size,
+            codec=codec,
+            quality=quality,
+            preset=preset,
+            hardware=encoder == "hardware",
+        )
+        warnings += encoding.warnings
         if reader.container is not None:
             others = plan_streams(info, reader.container, container)
             copied = [str(s) for s in info.streams if s.index in (*others.copied, *others.attached)]

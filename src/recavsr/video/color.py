@@ -99,24 +99,6 @@ class HdrMetadata:
     max_content_light: int | None = None  # cd/m2
     max_average_light: int | None = None  # cd/m2
 
-    def x265_parameters(self) -> list[str]:
-        """Return the encoder settings that carry this data (units of 0.00002 and 0.0001 cd/m2)."""
-        settings = []
-        if self.display_primaries and self.white_point and self.max_luminance is not None:
-            red, green, blue = self.display_primaries
-            points = [
-                f"{name}({round(x * 50000)},{round(y * 50000)})"
-                for name, (x, y) in zip("GBR", (green, blue, red), strict=True)
-            ]
-            white = f"WP({round(self.white_point[0] * 50000)},{round(self.white_point[1] * 50000)})"
-            low = round((self.min_luminance or Fraction(0)) * 10000)
-            settings.append(
-                f"master-display={''.join(points)}{white}L({round(self.max_luminance * 10000)},{low})"
-            )
-        if self.max_content_light is not None:
-            settings.append(f"max-cll={self.max_content_light},{self.max_average_light or 0}")
-        return settings
-
 
 def tags_of(frame: VideoFrame, context: av.VideoCodecContext | None) -> ColorTags:
     """Return the tags of a decoded frame, completed by those of its stream."""
