@@ -181,7 +181,7 @@ def upscale(
                 color_fix=color_fix,
                 detect_cuts=cuts == "auto",
             )
-            reader.passed = work.frames
+            reader.passed, reader.keep_alpha = work.frames, plan.keeps_alpha
             writer.resume(work.log_size)
 
             def starts_shot(stamp: Stamp) -> bool:

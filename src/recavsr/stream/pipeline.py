@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -217,7 +217,7 @@ def _upscale(
     hooks: Hooks,
 ) -> None:
     started = time.perf_counter()
-    waiting: deque[Frame] = deque()  # frames inside the session; only their times and names are kept
+    waiting: deque[Frame] = deque()  # frames inside the session, without their pixels
     made = marked = 0
 
     def hand_over(item: Read | Mark) -> None:
@@ -241,7 +241,7 @@ def _upscale(
         for block in blocks:
             for pixels in block:
                 origin = waiting.popleft()
-                hand_over(Frame(pixels, origin.stamp, origin.name))
+                hand_over(replace(origin, pixels=pixels))
             made += len(block)
             if hooks.on_frames is not None:
                 hooks.on_frames(timing)
@@ -260,7 +260,7 @@ def _upscale(
             timing.frames_passed += 1
             hand_over(item)
             continue
-        waiting.append(Frame(_NO_PIXELS, item.stamp, item.name))
+        waiting.append(replace(item, pixels=_NO_PIXELS))
         emit(partial(session.push, item.pixels[None]))
     emit(session.flush)
     timing.model_span = time.perf_counter() - started

@@ -17,6 +17,7 @@ from recavsr import __version__
 from recavsr.errors import InputError
 from recavsr.geometry import scaled_size
 from recavsr.video.capabilities import versions
+from recavsr.video.color import UNSPECIFIED
 from recavsr.video.formats import (
     CONTAINERS,
     Container,
@@ -25,11 +26,12 @@ from recavsr.video.formats import (
     container_of,
     output_sample_aspect,
 )
-from recavsr.video.images import WRITABLE_SUFFIXES, PictureWriter, SequenceWriter
+from recavsr.video.images import ALPHA_SUFFIXES, WRITABLE_SUFFIXES, PictureWriter, SequenceWriter
 from recavsr.video.info import VideoInfo
-from recavsr.video.reader import Reader, Trim
+from recavsr.video.reader import Reader, Trim, transparent
 from recavsr.video.source import PICTURE_SUFFIXES, STDIN, SourceKind
 from recavsr.video.streams import plan_streams
+from recavsr.video.transfer import SRGB
 from recavsr.video.writer import VideoWriter, Writer
 
 DEFAULT_SCALE = 4.0
@@ -136,6 +138,9 @@ class Plan:
     frames: int | None
     container: Container | None
     encoding: Encoding | None
+    suffix: str
+    transfer: int  # of the code values, for pictures that hold light
+    keeps_alpha: bool
     copied_streams: tuple[str, ...]
     converted_streams: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -159,6 +164,8 @@ class Plan:
         if self.container is not None:
             into = self.container.subtitles
             said += [f"converted: {stream} becomes {into}" for stream in self.converted_streams]
+        if self.keeps_alpha:
+            said.append("kept: transparency, resized without the model")
         return said + list(self.warnings)
 
     @property
@@ -190,9 +197,11 @@ class Plan:
         `folder` is where it makes the output and keeps what can be resumed.
         """
         if self.kind is OutputKind.PICTURE:
-            return PictureWriter(Path(self.output), overwrite=overwrite)
+            return PictureWriter(Path(self.output), overwrite=overwrite, transfer=self.transfer)
         if self.kind is OutputKind.PICTURES:
-            return SequenceWriter(Path(self.output), overwrite=overwrite, folder=folder)
+            return SequenceWriter(
+                Path(self.output), overwrite=overwrite, folder=folder, transfer=self.transfer
+            )
         assert self.container is not None
         assert self.encoding is not None
         path = None if self.kind is OutputKind.STDOUT else Path(self.output)
@@ -253,6 +262,9 @@ def make_plan(
         if codec is not None or quality is not None or preset is not None:
             raise InputError("codec, quality and preset are for video files, not for pictures")
         warnings += [f"pictures can't hold {stream}, it is left out" for stream in info.streams]
+    keeps_alpha = info.alpha and encoding is None and suffix in ALPHA_SUFFIXES
+    if info.transparent and not keeps_alpha:
+        raise InputError(transparent(info.source))
     return Plan(
         source=info.source,
         source_kind=info.kind,
@@ -265,10 +277,19 @@ def make_plan(
         frames=expected_frames(info, trim),
         container=container,
         encoding=encoding,
+        suffix=suffix,
+        transfer=_transfer(info),
+        keeps_alpha=keeps_alpha,
         copied_streams=tuple(copied),
         converted_streams=tuple(converted),
         warnings=tuple(warnings),
     )
+
+
+def _transfer(info: VideoInfo) -> int:
+    """Return the transfer of the source; untagged RGB, and pictures, are sRGB."""
+    untagged = info.color.transfer in (0, UNSPECIFIED)
+    return SRGB if untagged and (info.chroma == "rgb" or info.still) else info.color.transfer
 
 
 def expected_frames(info: VideoInfo, trim: Trim) -> int | None:
@@ -316,7 +337,7 @@ def _output_kind(info: VideoInfo, target: str) -> tuple[OutputKind, str]:
         return OutputKind.PICTURE, suffix
     if folder:
         return OutputKind.PICTURES, ".png"
-    if suffix in PICTURE_SUFFIXES:
+    if suffix in PICTURE_SUFFIXES or suffix in WRITABLE_SUFFIXES:
         if suffix not in WRITABLE_SUFFIXES or not re.search(r"%0?\d*d", path.name):
             raise InputError(
                 f"{target}: a video becomes many pictures; use a folder or a name like frame_%05d.png"

@@ -15,7 +15,7 @@ from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
 from recavsr.video.color import ColorTags, HdrMetadata, hdr_metadata_of, tags_of
-from recavsr.video.frames import Orientation, has_alpha, orientation_of, side_data_of
+from recavsr.video.frames import Orientation, alpha_of, has_alpha, is_opaque, orientation_of, side_data_of
 from recavsr.video.siting import tagged_siting
 from recavsr.video.source import CountedInput, Source, SourceKind
 
@@ -59,6 +59,7 @@ class VideoInfo:
     chroma: str  # "420", "422", "444", "rgb" or "gray"; other subsamplings count as the next finer one
     siting: str | None  # of subsampled chroma: left, center, topleft, top; as tagged, else by convention
     alpha: bool
+    transparent: bool  # is the first frame
     color: ColorTags  # as tagged
     hdr_metadata: HdrMetadata | None
     interlaced: bool
@@ -146,6 +147,7 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
         chroma=chroma,
         siting=_siting_of(container, stream, chroma, full_range=color.full_range or picture),
         alpha=has_alpha(frame),
+        transparent=has_alpha(frame) and not is_opaque(alpha_of(frame, deep=False)),
         color=color,
         hdr_metadata=hdr_metadata_of(frame) if hdr else None,
         interlaced=frame.interlaced_frame,
