@@ -3,8 +3,8 @@
     python benchmarks/long_run.py [--model identity] [--frames 100000] [--scale 4]
                                   [-o benchmarks/results/long_run.json]
 
-The film has 64x36 pixels and a sound track, and moves alike all the time, so that the work a frame stays the
-same. Compared are the resident memory after 3,000 frames and at the end (also the largest in between), and the
+The film has 64x36 pixels and a sound track, and moves alike all the time: the work a frame stays the same.
+Compared are the resident memory after 3,000 frames and at the end (also the largest in between), and the
 time a frame in the second and in the last fifth. Time is the processor time of the process, all threads
 together: wall time would measure what else runs on the machine. Results are kept by model in one file.
 """

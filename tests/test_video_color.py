@@ -1,4 +1,4 @@
-"""Colour through the whole path, with the identity model and a lossless codec: planes in against planes out."""
+"""Colour through the whole path, with the identity model and a lossless codec: planes in, planes out."""
 
 from __future__ import annotations
 
@@ -111,7 +111,11 @@ def test_flat_patches_do_not_shift(tmp_path: Path, matrix: int, full: bool, bits
 
 # -- chroma siting ---------------------------------------------------------------------------------------
 
-OFFSETS = {"left": (0.0, 0.5), "center": (0.5, 0.5), "topleft": (0.0, 0.0)}  # of a chroma sample, in luma pixels
+OFFSETS = {
+    "left": (0.0, 0.5),
+    "center": (0.5, 0.5),
+    "topleft": (0.0, 0.0),
+}  # of a chroma sample, in luma pixels
 
 
 @pytest.mark.parametrize("siting", OFFSETS)
@@ -141,7 +145,11 @@ def test_chroma_stays_where_it_is(tmp_path: Path, siting: str) -> None:
 
 def test_untagged_siting_follows_the_convention(tmp_path: Path) -> None:
     """FFV1 says nothing of it: left, center in full range; 4:2:2 is left."""
-    for pixel_format, full, siting in (("yuv420p", 1, "left"), ("yuv420p", 2, "center"), ("yuv422p", 2, "left")):
+    for pixel_format, full, siting in (
+        ("yuv420p", 1, "left"),
+        ("yuv420p", 2, "center"),
+        ("yuv422p", 2, "left"),
+    ):
         source = tmp_path / f"{pixel_format}{full}.mkv"
         _, planes = patches(1, full=full == 2, bits=8, chroma=pixel_format[3:6])
         write_planes(source, planes, pixel_format, color_range=full, colorspace=1)

@@ -69,9 +69,7 @@ def test_transparent_sequences_and_videos(tmp_path: Path) -> None:
     ffmpeg("-i", folder / "f%d.png", "-c:v", "qtrle", film)
     (tmp_path / "from_film").mkdir()
     run_identity(film, tmp_path / "from_film" / "f%d.tif", scale=1)
-    assert np.array_equal(
-        stored(tmp_path / "from_film" / "f3.tif", "rgba", np.uint8, 4), rgba(np.uint8, 2)
-    )
+    assert np.array_equal(stored(tmp_path / "from_film" / "f3.tif", "rgba", np.uint8, 4), rgba(np.uint8, 2))
     for out in ("out.mp4", "jpg/f%d.jpg"):
         (tmp_path / "jpg").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=r"transparent in places; \.png, \.tif and \.exr"):

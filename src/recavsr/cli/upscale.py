@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from recavsr.cli import options
-from recavsr.cli.console import Console, FrameProgress, plain_seconds
+from recavsr.cli.console import Console, FrameProgress, plain_bytes, plain_seconds
 from recavsr.cli.models import resolve
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def command(
     ] = "auto",
     codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
     quality: Annotated[
-        str | None, typer.Option(help="0 (best) to 51, the same for every codec; 17 if left out; or lossless.")
+        str | None,
+        typer.Option(help="0 (best) to 51, the same for every codec; 17 if left out; or lossless."),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
     encoder: Annotated[
@@ -105,8 +107,7 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
     with _ProgressDisplay(console, loading=settings["model"]) as show:
         report = upscale(source, output, progress=show, **settings)
     if report.dry_run:
-        for line in report.plan.lines():
-            console.say(line)
+        _say_plan(console, report)
         return 0
     for warning in report.warnings:
         console.say(f"note: {warning}")
@@ -114,6 +115,27 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
         console.say(f"done in part: {report.source} ended early ({report.cut_short})")
     console.result(_summary(report), **_facts(report))
     return report.exit_code
+
+
+def _say_plan(console: Console, report: UpscaleReport) -> None:
+    """Say the plan and what it will take: a line a fact, or one JSON object."""
+    guess = report.estimate
+    assert guess is not None
+    if console.json_lines:
+        console.event("", event="plan", model=report.model, **report.plan.json(), estimate=asdict(guess))
+        return
+    card = guess.device_memory_bytes
+    memory = "" if card is None else f"{plain_bytes(card)} on the card, "
+    figures = {
+        "size": None if guess.output_bytes is None else plain_bytes(guess.output_bytes),
+        "time": None if guess.seconds is None else plain_seconds(guess.seconds),
+        "memory": f"{memory}{plain_bytes(guess.main_memory_bytes)} of main memory",
+    }
+    for line in report.plan.lines():
+        console.say(line)
+    for name, figure in figures.items():
+        how = guess.how[name]
+        console.say(f"{name}: {how if figure is None else f'about {figure} (estimate: {how})'}")
 
 
 def _folder(console: Console, source: str, output: str | None, settings: dict[str, Any]) -> int:

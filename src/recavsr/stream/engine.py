@@ -13,6 +13,7 @@ from typing import Any, Literal
 from recavsr.errors import InputError
 from recavsr.stream.cuts import EditList
 from recavsr.stream.drift import Drift
+from recavsr.stream.estimate import Estimate, estimate
 from recavsr.stream.load import load
 from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
@@ -60,6 +61,7 @@ class UpscaleReport:
     warnings: tuple[str, ...]
     cut_short: str | None
     dry_run: bool
+    estimate: Estimate | None = None  # of a dry run
 
     @property
     def truncated(self) -> bool:
@@ -119,13 +121,14 @@ def upscale(
     deinterlace: make full frames of an interlaced source first (bwdif), as many as it has.
     cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
         "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
-    codec, quality, preset: of the video encoder. quality is a number from 0 (best) to 51, with one meaning for
-        all codecs (17 is the default), or "lossless". encoder: "hardware" takes a graphics card's encoder where
-        one opens; `codec` may also name one, like "h264_nvenc", which is refused where it does not.
+    codec, quality, preset: of the video encoder. quality is a number from 0 (best) to 51 with one meaning for
+        all codecs (17 is the default), or "lossless". encoder: "hardware" takes a graphics card's where one
+        opens; `codec` may also name one, like "h264_nvenc", which is refused where it does not open.
     overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
         behind the frames that it finished; the result has the same frames as one run in one piece.
     memory: at most so much of the device's memory ("8GB"): layers that do not fit travel from main memory.
-    progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
+    progress: called with a Progress after every block. dry_run: only plan and estimate; nothing is written,
+        and what would be refused is refused.
 
     Sound, subtitles, chapters and metadata are copied; what the output can't hold is named in `warnings`.
     The output gets its name only when it is complete. A source that breaks off gives what could be
@@ -151,20 +154,16 @@ def upscale(
             quality=quality,
             preset=preset,
             encoder=encoder,
+            deinterlace=deinterlace,
         )
         if resume and not plan.resumable and not reader.info.still:
             raise InputError("only a file that is made from files can be resumed, not a pipe, a URL or y4m")
         work = Work(Path(plan.output) if plan.resumable else None)
         watch = _Watch(plan.frames, progress)
         with work, plan.writer(reader, overwrite=overwrite, folder=work.folder) as writer:
-            if dry_run:
-                return _report(plan, reader, str(model), Timing(), 0.0, dry_run=True)
-            watch.say("loading", 0)
             settings = {"device": device, "precision": precision, "memory": memory}
-            block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
             facts = {
                 "input": input_identity(reader.source) if plan.resumable else None,
-                "model": f"{block_model.name} {block_model.fingerprint} on {block_model.device.type}",
                 "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
                 "deinterlace": deinterlace,
                 "seed": seed,
@@ -172,6 +171,14 @@ def upscale(
                 "cuts": str(cuts) if edit_list is None else edit_list.entries(),
                 **plan.facts(),
             }
+            if dry_run:
+                guess, small = estimate(plan, reader.info, model, quality=quality, **settings)
+                work.check(facts | _model_fact(small), resume=resume, overwrite=overwrite)
+                name = str(model) if small is None else small.name
+                return _report(plan, reader, name, Timing(), 0.0, guess=guess)
+            watch.say("loading", 0)
+            block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
+            facts |= _model_fact(block_model)
             work.begin(facts, resume=resume, overwrite=overwrite)
             session = work.session(block_model) or Session(
                 block_model,
@@ -213,6 +220,10 @@ def upscale(
                 drift=session.drift,
                 warnings=[*notes, *writer.warnings],
             )
+
+
+def _model_fact(model: BlockModel | None) -> dict[str, Any]:
+    return {} if model is None else {"model": f"{model.name} {model.fingerprint} on {model.device.type}"}
 
 
 def _edit_list(cuts: str | os.PathLike[str], trim: Trim) -> EditList | None:
@@ -275,7 +286,7 @@ def _report(
     cuts: Sequence[int] = (),
     drift: Drift = Drift(),  # noqa: B008
     warnings: Sequence[str] = (),
-    dry_run: bool = False,
+    guess: Estimate | None = None,
 ) -> UpscaleReport:
     all_warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *warnings])
     return UpscaleReport(
@@ -296,5 +307,6 @@ def _report(
         cuts=tuple(cuts),
         warnings=tuple(all_warnings),
         cut_short=reader.cut_short,
-        dry_run=dry_run,
+        dry_run=guess is not None,
+        estimate=guess,
     )

@@ -58,6 +58,23 @@ class Work:
         self._lock: IO[bytes] | None = None
         self._saved_at = time.monotonic()
 
+    def check(self, facts: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Raise what `begin` would raise, and leave everything as it is."""
+        run = None if self.folder is None else self.folder / "run.json"
+        if run is None or not run.exists() or (overwrite and not resume):
+            return
+        known = json.loads(run.read_bytes())
+        if not resume:
+            raise InputError(self._kept_line(known["frames"]))
+        self._facts = json.loads(json.dumps(facts))
+        self._refuse_changes({name: known["facts"].get(name) for name in self._facts})
+
+    def _kept_line(self, frames: int) -> str:
+        return (
+            f"{self._output}: an interrupted run of {frames} frames is kept; "
+            "continue it with --resume, or start afresh with --overwrite"
+        )
+
     def begin(self, facts: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         """Make the folder, or take up the run that was kept in it.
 
@@ -79,10 +96,7 @@ class Work:
             raise write_error(self.folder, error) from None
         if not resume:
             self.kept = known["frames"]
-            raise InputError(
-                f"{self._output}: an interrupted run of {known['frames']} frames is kept; "
-                "continue it with --resume, or start afresh with --overwrite"
-            )
+            raise InputError(self._kept_line(known["frames"]))
         self.kept = known["frames"]
         self._refuse_changes(known["facts"])
         self.frames, self.log_size = known["frames"], known["log_size"]

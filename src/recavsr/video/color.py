@@ -4,8 +4,8 @@ Pixels are converted with the matrix and range that the source is tagged with, a
 same ones, so that an identity model changes nothing. Untagged sources follow the rule that players use:
 BT.709 from 720 rows (or 1280 columns) up, BT.601 below, limited range for Y'CbCr and full range for RGB.
 The output is always tagged with the matrix and range in use, because its new size would make a player
-guess differently. Chroma siting is kept in the same way; untagged 4:2:0 counts as `left`, in full range and in
-pictures as `center`, 4:2:2 as `left`.
+guess differently. Chroma siting is kept in the same way; untagged 4:2:0 counts as `left`, but in full range
+and in pictures as `center`; untagged 4:2:2 as `left`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class Encoder:
 
     codec: str
     library: str
-    numbers: tuple[int, ...] = ()  # its quality numbers at the points 0, 12, 17, 22, 27, 32 and 51 of the scale
+    numbers: tuple[
+        int, ...
+    ] = ()  # its quality numbers at the points 0, 12, 17, 22, 27, 32 and 51 of the scale
     option: str = "crf"  # takes the quality number
     profiles: tuple[tuple[int, str], ...] = ()  # instead of numbers: (worst quality that it serves, its name)
     preset: tuple[str, str] | None = None  # name of the option, default value
@@ -104,9 +106,7 @@ _LIKE_X264, _LIKE_X265 = (0, 12, 17, 22, 27, 32, 51), (0, 12, 18, 24, 30, 36, 51
 SOFTWARE = {
     encoder.codec: encoder
     for encoder in (
-        Encoder(
-            "h264", "libx264", _LIKE_X264, preset=("preset", "veryfast"), lossless={"qp": "0"}
-        ),
+        Encoder("h264", "libx264", _LIKE_X264, preset=("preset", "veryfast"), lossless={"qp": "0"}),
         Encoder(
             "hevc",
             "libx265",
@@ -116,7 +116,7 @@ SOFTWARE = {
             lossless={"x265-params": "log-level=error:lossless=1"},
             bits=(8, 10, 12),
         ),
-        Encoder("av1", "libsvtav1", (0, 12, 24, 39, 52, 61, 63), preset=("preset", "8"), chroma=("420",)),
+        Encoder("av1", "libsvtav1", (0, 12, 24, 39, 50, 58, 63), preset=("preset", "8"), chroma=("420",)),
         Encoder(
             "vp9",
             "libvpx-vp9",

@@ -71,6 +71,7 @@ class Encoding:
     siting: str | None  # of subsampled chroma
     quality: str  # in words
     options: dict[str, str]
+    hdr_metadata: bool  # is written
     changes: tuple[str, ...]  # what the pixels lose or gain on the way
     warnings: tuple[str, ...]
 
@@ -97,8 +98,8 @@ def choose_encoding(
     """Return the encoding for frames of `size` (height, width) from a source, or InputError if impossible.
 
     8-bit sources become H.264 4:2:0, deeper ones HEVC of 10 bits; 4:4:4 where the source is or a side is odd.
-    `codec` is a codec or one encoder (h264_nvenc); `quality` is a number from 0 (best) to 51, the same for every
-    codec, or "lossless". With `hardware` an encoder of a graphics card is taken if one opens here.
+    `codec` is a codec or one encoder (h264_nvenc); `quality` is a number from 0 (best) to 51, the same for
+    every codec, or "lossless". With `hardware` an encoder of a graphics card is taken if one opens here.
     """
     name = codec or (container.deep_codec if info.deep else container.codecs[0])
     name = {"h265": "hevc", "x264": "h264", "x265": "hevc", "avc": "h264"}.get(name, name)
@@ -146,7 +147,7 @@ def _wanted(info: VideoInfo, size: tuple[int, int], codec: str) -> tuple[str, in
 
 def _chroma(info: VideoInfo, height: int, width: int) -> str:
     fitting = {"422": "422", "444": "444"}.get(info.chroma, "420")
-    return "444" if width % 2 and fitting != "444" or height % 2 and fitting == "420" else fitting
+    return "444" if (width % 2 and fitting != "444") or (height % 2 and fitting == "420") else fitting
 
 
 def _encoding(
@@ -159,8 +160,10 @@ def _encoding(
     height, width = size
     wanted, wanted_bits = _wanted(info, size, encoder.codec)
     # Only where RGB is kept as it is are there formats for it.
-    chroma, bits = (wanted, wanted_bits) if (wanted, wanted_bits) in encoder.formats else (
-        encoder.holds("444" if wanted == "rgb" else wanted, wanted_bits)
+    chroma, bits = (
+        (wanted, wanted_bits)
+        if (wanted, wanted_bits) in encoder.formats
+        else (encoder.holds("444" if wanted == "rgb" else wanted, wanted_bits))
     )
     if (width % 2 and chroma in ("420", "422")) or (height % 2 and chroma == "420"):
         raise InputError(
@@ -188,6 +191,7 @@ def _encoding(
         siting=siting,
         quality=_quality_in_words(encoder, options, quality),
         options=options,
+        hdr_metadata=info.hdr_metadata is not None and not warnings,
         changes=tuple(_changes(info, chroma, bits)),
         warnings=tuple(warnings),
     )
@@ -206,7 +210,9 @@ def _quality_in_words(encoder: Encoder, options: dict[str, str], quality: int | 
         return LOSSLESS
     option = "profile" if encoder.profiles else encoder.option
     level = DEFAULT_QUALITY if quality is None else quality
-    return f"quality {level} ({option} {options[option]})" if encoder.numbers else f"profile {options[option]}"
+    return (
+        f"quality {level} ({option} {options[option]})" if encoder.numbers else f"profile {options[option]}"
+    )
 
 
 def _changes(info: VideoInfo, chroma: str, bits: int) -> list[str]:

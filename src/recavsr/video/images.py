@@ -135,8 +135,8 @@ def encode_picture(
 ) -> bytes:
     """Return the bytes of a picture file of RGB pixels [H, W, 3], uint8 or uint16.
 
-    `alpha` [h, w] is brought to their size (bicubic). EXR holds linear light (half floats, multiplied by alpha):
-    `transfer` says what the code values are.
+    `alpha` [h, w] is brought to their size (bicubic). EXR holds linear light (half floats, multiplied by
+    alpha): `transfer` says what the code values are.
     """
     if alpha is not None:
         alpha = _sized(alpha, (pixels.shape[0], pixels.shape[1]))

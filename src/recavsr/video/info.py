@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -32,6 +33,7 @@ class StreamInfo:
     language: str | None
     title: str | None
     cover_art: bool
+    bit_rate: int | None = None  # bits a second, where the file says
 
     def __str__(self) -> str:
         words = [self.kind if not self.cover_art else "cover picture", str(self.index), f"({self.codec}"]
@@ -210,6 +212,12 @@ def _rate_of(stream: VideoStream) -> Fraction:
 def _duration_of(container: InputContainer, stream: VideoStream) -> Fraction | None:
     if stream.duration and stream.time_base:
         return stream.duration * stream.time_base
+    # Matroska says in a tag at what time a stream ends.
+    tag = re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
+    if tag:
+        end = int(tag[1]) * 3600 + int(tag[2]) * 60 + Fraction(tag[3])
+        begin = (stream.start_time or 0) * (stream.time_base or 0)
+        return end - max(begin, Fraction(0)) or None
     if container.duration and container.duration > 0:
         return Fraction(container.duration, av.time_base)
     return None
@@ -234,4 +242,5 @@ def _stream_info(stream: Stream) -> StreamInfo:
         language=stream.metadata.get("language"),
         title=stream.metadata.get("title") or stream.metadata.get("filename"),
         cover_art=isinstance(stream, VideoStream) and _is_cover_art(stream),
+        bit_rate=getattr(context, "bit_rate", None) or None,
     )

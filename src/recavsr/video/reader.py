@@ -189,9 +189,7 @@ class VideoReader:
                 self.warnings.append(
                     "the video is interlaced and is upscaled as it is; --deinterlace makes full frames"
                 )
-            self._to_rgb = ToRgb(
-                self.info.color_used, deep=self.info.deep, siting=self.info.siting
-            )
+            self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep, siting=self.info.siting)
             self._first: VideoFrame | None = first
         except BaseException:
             self.container.close()
