@@ -2,10 +2,11 @@
 
     python benchmarks/hdr_drift.py [--model nano] [-o benchmarks/results/hdr_drift.json]
 
-Flat patches of grey and of colours, from black to the brightest code, are upscaled (x2, 16 bits inside) as they
-are coded, with each colour fix, and by the same model behind a curve: cd/m2 up to 1,000 laid on a gamma of 2.4,
-as SDR is, and back. Given are differences in 10-bit code values between the middle of a patch before and after,
-and for PQ what they mean in per cent of light. Patches lie beside each other, so their edges are in the picture.
+Flat patches of grey and of colours, from black to the brightest code, are upscaled (x2, 16 bits inside)
+as they are coded, with each colour fix, and by the same model behind a curve: cd/m2 up to 1,000 laid on
+a gamma of 2.4, as SDR is, and back. Given are differences in 10-bit code values between the middle of a
+patch before and after, and for PQ what they mean in per cent of light. Patches lie beside each other, so
+their edges are in the picture.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Curve = Callable[[np.ndarray], np.ndarray]
 
 
 def patches() -> np.ndarray:
-    """Return the picture of patches, uint16 [H, W, 3]: a ramp of greys, then colours of several brightnesses."""
+    """Return the picture of patches, uint16 [H, W, 3]: a ramp of greys, then colours, dark and bright."""
     greys = np.linspace(0, 1, 12)[:, None].repeat(3, 1)
     hues = np.array([(1, 0.2, 0.2), (0.2, 1, 0.2), (0.2, 0.2, 1), (1, 1, 0.2), (0.2, 1, 1), (1, 0.6, 0.5)])
     colors = np.concatenate([greys, 0.35 * hues, 0.75 * hues])
@@ -63,7 +64,8 @@ def main() -> None:
         for way in ("none", "wavelet", "adain", "curve", "curve and wavelet"):
             bent = way.startswith("curve")
             fix = "wavelet" if way.endswith("wavelet") else "none" if bent else way
-            session = Session(model, (height, width), (2 * height, 2 * width), color_fix=fix)  # type: ignore[arg-type]
+            sizes = (height, width), (2 * height, 2 * width)
+            session = Session(model, *sizes, color_fix=fix)  # type: ignore[arg-type]
             given = there(picture) if bent else picture
             blocks = session.push(given[None].repeat(21, 0)) + session.flush()
             made = back(blocks[0][-1]) if bent else blocks[0][-1]
@@ -82,7 +84,8 @@ def main() -> None:
                 lights = (linear_light(np.rint(x).astype(np.uint16), PQ) for x in (before, after))
                 first, last = lights
                 visible = (first > 1 / 203) & (first <= PEAK)  # above 1 cd/m2
-                row["largest_percent_of_light"] = float(100 * np.abs(last / first - 1)[visible].max())
+                change = np.abs(last[visible] / first[visible] - 1)
+                row["largest_percent_of_light"] = float(100 * change.max())
             rows.append({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()})
             print(rows[-1], flush=True)
     result = {"model": arguments.model, "rows": rows, "environment": environment()}

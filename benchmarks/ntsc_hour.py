@@ -2,8 +2,8 @@
 
     python benchmarks/ntsc_hour.py [-o benchmarks/results/ntsc_hour.json]
 
-107,892 frames of 16x16 pixels with sound, upscaled x1 by the identity model; each time of the output is compared
-with frame number / rate, as a fraction, and the sound's packets with the source's.
+107,892 frames of 16x16 pixels with sound, upscaled x1 by the identity model; each time of the output is
+compared with frame number / rate, as a fraction, and the sound's packets with the source's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Is the model ever kept waiting? The whole path on a 1080p film, with a model that only sleeps, as a card would.
+"""Is the model ever kept waiting? A 1080p film through the whole path, with a model that only sleeps.
 
     python benchmarks/starvation.py [--frames 400] [--fps 4 8 16] [-o benchmarks/results/starvation.json]
 
-The stand-in takes as long for a block of 8 frames as a card of so many frames a second and leaves the processor
-free meanwhile; its output are the frames that it was given (1920x1080, 8 bits). Reader and writer are those of
-`recavsr upscale` with its defaults (H.264 in, H.264 out). What counts is the share of the model's time in which
-it waited for a frame, or for room to hand one over; the start, before the first block is read, is part of it.
+The stand-in takes as long for a block of 8 frames as a card of so many frames a second and leaves the
+processor free meanwhile; its output are the frames that it was given (1920x1080, 8 bits). Reader and
+writer are those of `recavsr upscale` with its defaults (H.264 in, H.264 out). What counts is the share
+of the model's time in which it waited for a frame, or for room to hand one over; the start, before the
+first block is read, is part of it.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def main() -> None:
     result = {
         "source": f"{WIDTH}x{HEIGHT} H.264",
         "output": f"{WIDTH}x{HEIGHT} H.264, default quality and preset",
-        "note": "load_before: the machine's load when the run began; above the cores, others took their share",
+        "note": "load_before: the machine's load when a run began; above its cores, others took their share",
         "cores": os.cpu_count(),
         "runs": rounded,
         "environment": environment(),

@@ -51,7 +51,7 @@ def test_the_plan_names_everything(film: Path, tmp_path: Path, capsys: pytest.Ca
     assert plan["quality"] == "quality 17 (crf 24)"
     assert plan["copied"] == ["audio 1 (aac)"]
     assert plan["converted"] == ["subtitle 2 (srt)"]
-    assert plan["kept"] == ["1 chapters", "tags (artist, title)"]
+    assert plan["kept"] == ["1 chapters", "tags (ARTIST, title)"]
     assert plan["changed"] == ["chroma 4:2:2 becomes 4:2:0"]
     assert plan["left_out"] == [".mp4 can't hold attachment 3 (unknown), it is left out; .mkv can"]
     assert plan["color"]["chroma_siting"] == "left"
@@ -98,7 +98,7 @@ def test_memory_grows_with_the_size(film: Path, tmp_path: Path) -> None:
         assert report.estimate is not None
         assert report.estimate.device_memory_bytes is None
         needs.append(report.estimate.main_memory_bytes)
-    assert 4 < (needs[1] - 300e6) / (needs[0] - 300e6) < 26
+    assert 2.5 < needs[1] / needs[0] < 25
 
 
 @pytest.mark.parametrize(

@@ -156,3 +156,27 @@ def test_untagged_siting_follows_the_convention(tmp_path: Path) -> None:
         assert "chroma_location" not in video_stream(source)
         report = run_identity(source, tmp_path / "out.mkv", codec="ffv1", overwrite=True)
         assert any(f"chroma {siting}" in line for line in report.plan.lines())
+
+
+# -- HDR -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transfer", [16, 18], ids=["pq", "hlg"])
+def test_an_hdr_ramp_comes_back(tmp_path: Path, transfer: int) -> None:
+    """Flat patches over all codes, 10 bits, default codec without loss: within 8/1023, tagged as HDR."""
+    source, out = tmp_path / "in.mkv", tmp_path / "out.mkv"
+    luma = np.rint(np.linspace(64, 940, 16)).astype(np.uint16)[None].repeat(SIDE, 0).repeat(SIDE, 1)
+    blue = np.full((SIDE // 2, 8 * SIDE), 512, np.uint16)
+    tint = 60 * np.sin(np.linspace(0, np.pi, 16))  # none at black and white, where there is no other colour
+    red = np.rint(512 + tint).astype(np.uint16)[None].repeat(SIDE // 2, 0).repeat(SIDE // 2, 1)
+    tags = {"color_range": 1, "colorspace": 9, "color_primaries": 9, "color_trc": transfer}
+    write_planes(source, [luma, blue, red], "yuv420p10le", **tags)
+    report = run_identity(source, out)
+    assert any(f"HDR ({'PQ' if transfer == 16 else 'HLG'})" in warning for warning in report.warnings)
+    stream = video_stream(out)
+    assert (stream["codec_name"], stream["pix_fmt"]) == ("hevc", "yuv420p10le")
+    assert stream["color_transfer"] == {16: "smpte2084", 18: "arib-std-b67"}[transfer]
+    _, made = read_planes(out)
+    for before, after, side in zip((luma, blue, red), made, (SIDE, SIDE // 2, SIDE // 2), strict=True):
+        middle, wide = slice(side // 2, None, side), slice(side, None, 2 * side)
+        assert np.abs(before[middle, middle].astype(int) - after[wide, wide]).max() <= 8

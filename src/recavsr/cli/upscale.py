@@ -45,7 +45,9 @@ def command(
     cuts: Annotated[
         str, typer.Option(help="Start afresh at scene cuts: auto, off, or a file of frame numbers or times.")
     ] = "auto",
-    codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores; or an encoder: h264_nvenc.")
+    ] = None,
     quality: Annotated[
         str | None,
         typer.Option(help="0 (best) to 51, the same for every codec; 17 if left out; or lossless."),

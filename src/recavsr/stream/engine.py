@@ -161,7 +161,7 @@ def upscale(
         work = Work(Path(plan.output) if plan.resumable else None)
         watch = _Watch(plan.frames, progress)
         with work, plan.writer(reader, overwrite=overwrite, folder=work.folder) as writer:
-            settings = {"device": device, "precision": precision, "memory": memory}
+            settings: dict[str, Any] = {"device": device, "precision": precision, "memory": memory}
             facts = {
                 "input": input_identity(reader.source) if plan.resumable else None,
                 "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},

@@ -126,7 +126,10 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
     color = tags_of(frame, stream.codec_context)
     hdr = color.hdr
     if hdr:
-        warnings.append(f"HDR ({hdr}) is upscaled as it is coded, by a model that was trained on SDR")
+        warnings.append(
+            f"HDR ({hdr}) is upscaled as it is coded, by a model that was trained on SDR; "
+            "--color-fix wavelet holds its colours"
+        )
     if any(kind.startswith(("DOVI", "DYNAMIC_HDR")) for kind, _ in side_data_of(frame)):
         warnings.append("dynamic HDR metadata (Dolby Vision, HDR10+) is not kept")
     origin = Fraction(container.start_time or 0, av.time_base)
