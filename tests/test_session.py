@@ -70,7 +70,9 @@ def test_a_short_last_block_changes_nothing_before_it(model: BlockModel) -> None
     assert np.array_equal(short[:29], long[:29])
 
 
-@pytest.mark.parametrize(("block", "wanted", "made"), [(0, 1, 1), (0, 2, 5), (0, 20, 21), (1, 3, 4), (1, 5, 8)])
+@pytest.mark.parametrize(
+    ("block", "wanted", "made"), [(0, 1, 1), (0, 2, 5), (0, 20, 21), (1, 3, 4), (1, 5, 8)]
+)
 def test_the_end_of_a_stream_decodes_no_more_than_is_wanted(
     tiny: BlockModel, block: int, wanted: int, made: int
 ) -> None:

@@ -1,7 +1,8 @@
 """What the command says, on stderr: one line a fact, or JSON lines with `--json`. Only data goes to stdout.
 
 JSON lines carry an `event`: `message` (text), `progress` (frames, total, fps, remaining_s), `file` (one of
-many: source, output, status, reason), `result` (what was done) and `error` (text, exit_code).
+many: source, output, status, reason), `plan` (of a dry run), `result` (what was done) and `error` (text,
+exit_code).
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ def plain_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plain_bytes(count: int) -> str:
+    """Return an amount of bytes as people write it: 850 kB, 1.24 GB (decimal)."""
+    size = float(count)
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.3g} {units[0]}"
 
 
 class Console:

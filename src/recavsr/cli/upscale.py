@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from recavsr.cli import options
-from recavsr.cli.console import Console, FrameProgress, plain_seconds
+from recavsr.cli.console import Console, FrameProgress, plain_bytes, plain_seconds
 from recavsr.cli.models import resolve
 from recavsr.errors import InputError
 
@@ -47,9 +48,17 @@ def command(
     cuts: Annotated[
         str, typer.Option(help="Start afresh at scene cuts: auto, off, or a file of frame numbers or times.")
     ] = "auto",
-    codec: Annotated[str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores.")] = None,
-    quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="h264, hevc, av1, vp9, ffv1, prores; or an encoder: h264_nvenc.")
+    ] = None,
+    quality: Annotated[
+        str | None,
+        typer.Option(help="0 (best) to 51, the same for every codec; 17 if left out; or lossless."),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. slow.")] = None,
+    encoder: Annotated[
+        str, typer.Option(help="software, or hardware: a graphics card's encoder where there is one.")
+    ] = "software",
     device: options.Device = "auto",
     precision: options.Precision = "auto",
     memory: Annotated[
@@ -91,6 +100,7 @@ def command(
         "codec": codec,
         "quality": int(quality) if quality is not None and quality.isdecimal() else quality,
         "preset": preset,
+        "encoder": encoder,
         "device": device,
         "precision": precision,
         "memory": memory,
@@ -109,8 +119,7 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
     with _ProgressDisplay(console, loading=settings["model"]) as show:
         report = upscale(source, output, progress=show, **settings)
     if report.dry_run:
-        for line in report.plan.lines():
-            console.say(line)
+        _say_plan(console, report)
         return 0
     for warning in report.warnings:
         console.say(f"note: {warning}")
@@ -118,6 +127,27 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
         console.say(f"done in part: {report.source} ended early ({report.cut_short})")
     console.result(_summary(report), **_facts(report))
     return report.exit_code
+
+
+def _say_plan(console: Console, report: UpscaleReport) -> None:
+    """Say the plan and what it will take: a line a fact, or one JSON object."""
+    guess = report.estimate
+    assert guess is not None
+    if console.json_lines:
+        console.event("", event="plan", model=report.model, **report.plan.json(), estimate=asdict(guess))
+        return
+    card = guess.device_memory_bytes
+    memory = "" if card is None else f"{plain_bytes(card)} on the card, "
+    figures = {
+        "size": None if guess.output_bytes is None else plain_bytes(guess.output_bytes),
+        "time": None if guess.seconds is None else plain_seconds(guess.seconds),
+        "memory": f"{memory}{plain_bytes(guess.main_memory_bytes)} of main memory",
+    }
+    for line in report.plan.lines():
+        console.say(line)
+    for name, figure in figures.items():
+        how = guess.how[name]
+        console.say(f"{name}: {how if figure is None else f'about {figure} (estimate: {how})'}")
 
 
 def _folder(console: Console, source: str, output: str | None, settings: dict[str, Any]) -> int:
@@ -209,7 +239,8 @@ def _summary(report: UpscaleReport) -> str:
     shots = f" in {len(report.cuts) + 1} shots" if report.cuts else ""
     return (
         f"{report.output}: {report.frames} frames of {width}x{height}{shots} "
-        f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps)"
+        f"in {plain_seconds(report.seconds)} ({report.fps:.1f} fps); "
+        f"colour drift {report.drift.mean:.2f} levels of 255, at most {report.drift.largest:.2f} in a block"
     )
 
 
@@ -227,6 +258,12 @@ def _facts(report: UpscaleReport) -> dict[str, Any]:
         "decode_seconds": round(report.decode_seconds, 3),
         "model_seconds": round(report.model_seconds, 3),
         "encode_seconds": round(report.encode_seconds, 3),
+        "starved_percent": round(100 * report.starved, 2),
+        "color_drift": {
+            "mean": round(report.drift.mean, 3),
+            "largest": round(report.drift.largest, 3),
+            "unit": "8-bit levels",
+        },
         "cuts": list(report.cuts),
         "warnings": list(report.warnings),
         "cut_short": report.cut_short,

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from recavsr.errors import InputError
 from recavsr.stream.cuts import EditList
+from recavsr.stream.drift import Drift
+from recavsr.stream.estimate import Estimate, estimate
 from recavsr.stream.load import load
 from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
@@ -45,6 +47,7 @@ class Options:
     codec: str | None = None
     quality: int | str | None = None
     preset: str | None = None
+    encoder: Literal["software", "hardware"] = "software"
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,12 @@ class Run:
             stamp, self.reader.shift + self.reader.info.origin
         )
 
-    def facts(self, model: BlockModel) -> dict[str, Any]:
-        """Return all that decides what the output holds, by its name for the user."""
+    def facts(self, model: BlockModel | None) -> dict[str, Any]:
+        """Return all that decides what the output holds, by its name for the user; no model: all but that."""
         options, trim = self.options, self.trim
         return {
             "input": input_identity(self.reader.source) if self.plan.resumable else None,
-            "model": f"{model.name} {model.fingerprint} on {model.device.type}",
+            **_model_fact(model),
             "options": {"start": str(trim.start), "duration": str(trim.duration), "frames": trim.frames},
             "deinterlace": options.deinterlace,
             "seed": options.seed,
@@ -98,6 +101,8 @@ def open_run(
     trim = Trim.parse(options.start, options.duration, options.frames)
     if options.color_fix not in COLOR_FIXES:
         raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {options.color_fix}")
+    if options.encoder not in ("software", "hardware"):
+        raise InputError(f"encoder is software or hardware, not {options.encoder}")
     edit_list = _edit_list(options.cuts, trim)
     with open_reader(source, trim, deinterlace=options.deinterlace) as reader:
         plan = make_plan(
@@ -108,6 +113,8 @@ def open_run(
             codec=options.codec,
             quality=options.quality,
             preset=options.preset,
+            encoder=options.encoder,
+            deinterlace=options.deinterlace,
         )
         yield Run(options, reader, plan, trim, edit_list)
 
@@ -140,10 +147,13 @@ class UpscaleReport:
     decode_seconds: float
     model_seconds: float
     encode_seconds: float
+    starved: float  # share of the model's time in which it waited for frames or for room, 0 to 1
+    drift: Drift  # of the mean colour against the LR frames, in 8-bit levels
     cuts: tuple[int, ...]  # frames that start a new shot, counted from 0 in the output
     warnings: tuple[str, ...]
     cut_short: str | None
     dry_run: bool
+    estimate: Estimate | None = None  # of a dry run
 
     @property
     def truncated(self) -> bool:
@@ -181,6 +191,7 @@ def upscale(
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
+    encoder: Literal["software", "hardware"] = "software",
     overwrite: bool = False,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -202,11 +213,14 @@ def upscale(
     deinterlace: make full frames of an interlaced source first (bwdif), as many as it has.
     cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
         "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
-    codec, quality, preset: of the video encoder; quality is its constant-quality number or "lossless".
+    codec, quality, preset: of the video encoder. quality is a number from 0 (best) to 51 with one meaning for
+        all codecs (17 is the default), or "lossless". encoder: "hardware" takes a graphics card's where one
+        opens; `codec` may also name one, like "h264_nvenc", which is refused where it does not open.
     overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
         behind the frames that it finished; the result has the same frames as one run in one piece.
     memory: at most so much of the device's memory ("8GB"): layers that do not fit travel from main memory.
-    progress: called with a Progress after every block. dry_run: only plan; nothing is loaded or written.
+    progress: called with a Progress after every block. dry_run: only plan and estimate; nothing is written,
+        and what would be refused is refused.
 
     Sound, subtitles, chapters and metadata are copied; what the output can't hold is named in `warnings`.
     The output gets its name only when it is complete. A source that breaks off gives what could be
@@ -216,7 +230,7 @@ def upscale(
     """
     options = Options(
         scale, size, fit, height, width, seed, start, duration, frames,
-        deinterlace, color_fix, cuts, codec, quality, preset,
+        deinterlace, color_fix, cuts, codec, quality, preset, encoder,
     )  # fmt: skip
     began = time.perf_counter()
     with open_run(source, output, options) as run:
@@ -226,14 +240,17 @@ def upscale(
         work = Work(Path(plan.output) if plan.resumable else None)
         watch = _Watch(plan.frames, progress)
         with work, plan.writer(reader, overwrite=overwrite, folder=work.folder) as writer:
+            settings: dict[str, Any] = {"device": device, "precision": precision, "memory": memory}
             if dry_run:
-                return _report(plan, reader, str(model), Timing(), 0.0, dry_run=True)
+                guess, small = estimate(plan, reader.info, model, quality=quality, **settings)
+                work.check(run.facts(small), resume=resume, overwrite=overwrite)
+                name = str(model) if small is None else small.name
+                return _report(plan, reader, name, Timing(), 0.0, guess=guess)
             watch.say("loading", 0)
-            settings = {"device": device, "precision": precision, "memory": memory}
             block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
             work.begin(run.facts(block_model), resume=resume, overwrite=overwrite)
             session = work.session(block_model) or run.session(block_model)
-            reader.passed = work.frames
+            reader.passed, reader.keep_alpha = work.frames, plan.keeps_alpha
             writer.resume(work.log_size)
 
             def on_mark(mark: Mark) -> None:
@@ -257,8 +274,13 @@ def upscale(
                 timing,
                 seconds,
                 cuts=session.cuts,
+                drift=session.drift,
                 warnings=[*notes, *writer.warnings],
             )
+
+
+def _model_fact(model: BlockModel | None) -> dict[str, Any]:
+    return {} if model is None else {"model": f"{model.name} {model.fingerprint} on {model.device.type}"}
 
 
 def _edit_list(cuts: str | os.PathLike[str], trim: Trim) -> EditList | None:
@@ -319,8 +341,9 @@ def _report(
     seconds: float,
     *,
     cuts: Sequence[int] = (),
+    drift: Drift = Drift(),  # noqa: B008
     warnings: Sequence[str] = (),
-    dry_run: bool = False,
+    guess: Estimate | None = None,
 ) -> UpscaleReport:
     all_warnings = dict.fromkeys([*plan.warnings, *reader.warnings, *warnings])
     return UpscaleReport(
@@ -336,8 +359,11 @@ def _report(
         decode_seconds=timing.decode,
         model_seconds=timing.model,
         encode_seconds=timing.encode,
+        starved=timing.starved,
+        drift=drift,
         cuts=tuple(cuts),
         warnings=tuple(all_warnings),
         cut_short=reader.cut_short,
-        dry_run=dry_run,
+        dry_run=guess is not None,
+        estimate=guess,
     )

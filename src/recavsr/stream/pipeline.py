@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -127,14 +127,27 @@ class Hooks:
 
 @dataclass
 class Timing:
-    """Seconds that each stage worked (they overlap); frames that were passed over, read, written."""
+    """Seconds that each stage worked (they overlap); frames that were passed over, read, written.
+
+    `waited_for_input` and `waited_for_output` are seconds in which the model stood still: nothing was decoded
+    yet, or nothing could be handed over. `model_span` is all of its time, from the start to its last frame.
+    """
 
     decode: float = 0.0
     model: float = 0.0
     encode: float = 0.0
+    waited_for_input: float = 0.0
+    waited_for_output: float = 0.0
+    model_span: float = 0.0
     frames_passed: int = 0
     frames_read: int = 0
     frames_written: int = 0
+
+    @property
+    def starved(self) -> float:
+        """Return the share of the model's time in which it waited for input or output, 0 to 1."""
+        waited = self.waited_for_input + self.waited_for_output
+        return waited / self.model_span if self.model_span > 0 else 0.0
 
 
 @dataclass
@@ -213,7 +226,8 @@ def _upscale(
     timing: Timing,
     hooks: Hooks,
 ) -> None:
-    waiting: deque[Frame] = deque()  # frames inside the session; only their times and names are kept
+    started = time.perf_counter()
+    waiting: deque[Frame] = deque()  # frames inside the session, without their pixels
     made = marked = 0
     begun = session.pushed
 
@@ -230,6 +244,19 @@ def _upscale(
         marked = made
         upscaled.put(Mark(here, timing.frames_passed + made))
 
+    def hand_over(item: Read | Mark) -> None:
+        began = time.perf_counter()
+        upscaled.put(item)
+        timing.waited_for_output += time.perf_counter() - began
+
+    def next_item() -> Read | None:
+        began = time.perf_counter()
+        item = next(items, None)
+        timing.waited_for_input += time.perf_counter() - began
+        return item
+
+    items = iter(decoded)
+
     def emit(make_blocks: Callable[[], list[np.ndarray]]) -> None:
         nonlocal made
         began = time.perf_counter()
@@ -238,26 +265,27 @@ def _upscale(
         for block in blocks:
             for pixels in block:
                 origin = waiting.popleft()
-                upscaled.put(Frame(pixels, origin.stamp, origin.name))
+                hand_over(replace(origin, pixels=pixels))
             made += len(block)
             mark()
             if hooks.on_frames is not None:
                 hooks.on_frames(timing)
         mark()  # a cut can show only now that the block before it was the last of its shot
 
-    for item in decoded:
+    while (item := next_item()) is not None:
         if isinstance(item, Packet):
-            upscaled.put(item)
+            hand_over(item)
             continue
         if hooks.starts_shot is not None and hooks.starts_shot(item.stamp) and isinstance(item, Frame):
             emit(session.cut)
         if isinstance(item, Passed):
             timing.frames_passed += 1
-            upscaled.put(item)
+            hand_over(item)
             continue
-        waiting.append(Frame(_NO_PIXELS, item.stamp, item.name))
+        waiting.append(replace(item, pixels=_NO_PIXELS))
         emit(partial(session.push, item.pixels[None]))
     emit(session.flush)
+    timing.model_span = time.perf_counter() - started
     assert not waiting, f"{len(waiting)} frames went in and did not come out"
     upscaled.close()
 

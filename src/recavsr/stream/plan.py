@@ -17,6 +17,7 @@ from recavsr import __version__
 from recavsr.errors import InputError
 from recavsr.geometry import scaled_size
 from recavsr.video.capabilities import versions
+from recavsr.video.color import UNSPECIFIED
 from recavsr.video.formats import (
     CONTAINERS,
     Container,
@@ -25,11 +26,12 @@ from recavsr.video.formats import (
     container_of,
     output_sample_aspect,
 )
-from recavsr.video.images import WRITABLE_SUFFIXES, PictureWriter, SequenceWriter
+from recavsr.video.images import ALPHA_SUFFIXES, WRITABLE_SUFFIXES, PictureWriter, SequenceWriter
 from recavsr.video.info import VideoInfo
-from recavsr.video.reader import Reader, Trim
+from recavsr.video.reader import Reader, Trim, transparent
 from recavsr.video.source import PICTURE_SUFFIXES, STDIN, SourceKind
-from recavsr.video.streams import plan_streams
+from recavsr.video.streams import kept_tags, plan_streams
+from recavsr.video.transfer import SRGB
 from recavsr.video.writer import ShotsWriter, VideoWriter, Writer
 
 DEFAULT_SCALE = 4.0
@@ -136,8 +138,16 @@ class Plan:
     frames: int | None
     container: Container | None
     encoding: Encoding | None
+    suffix: str
+    transfer: int  # of the code values, for pictures that hold light
+    keeps_alpha: bool
     copied_streams: tuple[str, ...]
     converted_streams: tuple[str, ...]
+    lost: tuple[
+        str, ...
+    ]  # a line for each part of the file that the output can't hold; also among `warnings`
+    kept: tuple[str, ...]  # chapters, tags, transparency
+    changes: tuple[str, ...]  # what happens to the pixels beside the model's work
     warnings: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -150,15 +160,54 @@ class Plan:
         ]
         if self.encoding is not None:
             color = self.encoding.color
+            siting = f", chroma {self.encoding.siting}" if self.encoding.siting else ""
             said.append(
                 f"video: {self.encoding.codec}, {self.encoding.pixel_format}, {color.matrix_name}, "
-                f"{'full' if color.full_range else 'limited'} range"
+                f"{'full' if color.full_range else 'limited'} range{siting}; {self.encoding.library}, "
+                f"{self.encoding.quality}"
             )
         said += [f"copied: {stream}" for stream in self.copied_streams]
+        said += [f"kept: {part}" for part in self.kept]
         if self.container is not None:
             into = self.container.subtitles
             said += [f"converted: {stream} becomes {into}" for stream in self.converted_streams]
-        return said + list(self.warnings)
+        said += [f"changed: {change}" for change in self.changes]
+        return said + [f"note: {warning}" for warning in self.warnings]
+
+    def json(self) -> dict[str, Any]:
+        """Return the plan as plain values."""
+        encoding = self.encoding
+        color = None
+        if encoding is not None:
+            color = {
+                "matrix": encoding.color.matrix_name,
+                "range": "full" if encoding.color.full_range else "limited",
+                "primaries": encoding.color.primaries,
+                "transfer": encoding.color.transfer,
+                "chroma_siting": encoding.siting,
+            }
+        return {
+            "source": self.source,
+            "output": self.output,
+            "kind": self.kind.value,
+            "input_size": list(self.lr_size),
+            "output_size": list(self.out_size),
+            "sample_aspect": str(self.sample_aspect),
+            "rate": str(self.rate),
+            "frames": self.frames,
+            "codec": None if encoding is None else encoding.codec,
+            "encoder": None if encoding is None else encoding.library,
+            "pixel_format": None if encoding is None else encoding.pixel_format,
+            "quality": None if encoding is None else encoding.quality,
+            "color": color,
+            "copied": list(self.copied_streams),
+            "converted": list(self.converted_streams),
+            "kept": list(self.kept),
+            "changed": list(self.changes),
+            "left_out": list(self.lost),
+            "warnings": list(self.warnings),
+            "resumable": self.resumable,
+        }
 
     @property
     def resumable(self) -> bool:
@@ -189,9 +238,11 @@ class Plan:
         `folder` is where it makes the output and keeps what can be resumed.
         """
         if self.kind is OutputKind.PICTURE:
-            return PictureWriter(Path(self.output), overwrite=overwrite)
+            return PictureWriter(Path(self.output), overwrite=overwrite, transfer=self.transfer)
         if self.kind is OutputKind.PICTURES:
-            return SequenceWriter(Path(self.output), overwrite=overwrite, folder=folder)
+            return SequenceWriter(
+                Path(self.output), overwrite=overwrite, folder=folder, transfer=self.transfer
+            )
         assert self.container is not None
         assert self.encoding is not None
         path = None if self.kind is OutputKind.STDOUT else Path(self.output)
@@ -222,6 +273,8 @@ def make_plan(
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
+    encoder: str = "software",
+    deinterlace: bool = False,
 ) -> Plan:
     """Decide everything about a run from the opened source and the options; InputError if impossible."""
     info = reader.info
@@ -236,18 +289,36 @@ def make_plan(
     warnings = list(reader.warnings)
     copied: list[str] = []
     converted: list[str] = []
+    lost: list[str] = []
     if kind in (OutputKind.VIDEO, OutputKind.STDOUT):
         container = container_of(suffix)
-        encoding = choose_encoding(info, container, out_size, codec=codec, quality=quality, preset=preset)
+        encoding = choose_encoding(
+            info,
+            container,
+            out_size,
+            codec=codec,
+            quality=quality,
+            preset=preset,
+            hardware=encoder == "hardware",
+        )
+        warnings += encoding.warnings
         if reader.container is not None:
             others = plan_streams(info, reader.container, container)
             copied = [str(s) for s in info.streams if s.index in (*others.copied, *others.attached)]
             converted = [str(s) for s in info.streams if s.index in others.converted]
-            warnings += others.lost
+            lost += others.lost
+        if info.chapters and not container.chapters:
+            lost.append(f"{container.suffix} can't hold chapters, they are left out; .mkv can")
+        if kept_tags(info.metadata) and not container.times:
+            lost.append(f"{container.suffix} can't hold tags, they are left out; .mkv can")
     else:
         if codec is not None or quality is not None or preset is not None:
             raise InputError("codec, quality and preset are for video files, not for pictures")
-        warnings += [f"pictures can't hold {stream}, it is left out" for stream in info.streams]
+        lost += [f"pictures can't hold {stream}, it is left out" for stream in info.streams]
+        lost += ["pictures can't hold chapters, they are left out"] if info.chapters else []
+    keeps_alpha = info.alpha and encoding is None and suffix in ALPHA_SUFFIXES
+    if info.transparent and not keeps_alpha:
+        raise InputError(transparent(info.source))
     return Plan(
         source=info.source,
         source_kind=info.kind,
@@ -260,10 +331,51 @@ def make_plan(
         frames=expected_frames(info, trim),
         container=container,
         encoding=encoding,
+        suffix=suffix,
+        transfer=_transfer(info),
+        keeps_alpha=keeps_alpha,
         copied_streams=tuple(copied),
         converted_streams=tuple(converted),
-        warnings=tuple(warnings),
+        lost=tuple(lost),
+        kept=tuple(_kept(info, container, encoding, keeps_alpha=keeps_alpha)),
+        changes=tuple(_changes(info, encoding, trim, deinterlace=deinterlace)),
+        warnings=(*warnings, *lost),
     )
+
+
+def _kept(
+    info: VideoInfo, container: Container | None, encoding: Encoding | None, *, keeps_alpha: bool
+) -> list[str]:
+    kept = []
+    if container is not None and container.chapters and info.chapters:
+        kept.append(f"{len(info.chapters)} chapters")
+    tags = kept_tags(info.metadata)
+    if container is not None and container.times and tags:
+        kept.append(f"tags ({', '.join(sorted(tags))})")
+    if encoding is not None and encoding.hdr_metadata:
+        kept.append("HDR mastering metadata")
+    return [*kept, "transparency, resized without the model"] if keeps_alpha else kept
+
+
+def _changes(info: VideoInfo, encoding: Encoding | None, trim: Trim, *, deinterlace: bool) -> list[str]:
+    changes = []
+    if not info.orientation.upright:
+        mirrored = " and mirrored" if info.orientation.mirrored else ""
+        changes.append(
+            f"the pixels are turned by {info.orientation.clockwise_degrees} degrees{mirrored}, "
+            "in place of the rotation tag"
+        )
+    if deinterlace:
+        changes.append("the fields are made into full frames (bwdif)")
+    if not trim.whole:
+        changes.append("only a part is taken; it starts at 0")
+    return changes + ([] if encoding is None else list(encoding.changes))
+
+
+def _transfer(info: VideoInfo) -> int:
+    """Return the transfer of the source; untagged RGB, and pictures, are sRGB."""
+    untagged = info.color.transfer in (0, UNSPECIFIED)
+    return SRGB if untagged and (info.chroma == "rgb" or info.still) else info.color.transfer
 
 
 def expected_frames(info: VideoInfo, trim: Trim) -> int | None:
@@ -311,7 +423,7 @@ def _output_kind(info: VideoInfo, target: str) -> tuple[OutputKind, str]:
         return OutputKind.PICTURE, suffix
     if folder:
         return OutputKind.PICTURES, ".png"
-    if suffix in PICTURE_SUFFIXES:
+    if suffix in PICTURE_SUFFIXES or suffix in WRITABLE_SUFFIXES:
         if suffix not in WRITABLE_SUFFIXES or not re.search(r"%0?\d*d", path.name):
             raise InputError(
                 f"{target}: a video becomes many pictures; use a folder or a name like frame_%05d.png"

@@ -65,6 +65,23 @@ class Work:
         self._lock: IO[bytes] | None = None
         self._saved_at = time.monotonic()
 
+    def check(self, facts: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Raise what `begin` would raise, and leave everything as it is."""
+        run = None if self.folder is None else self.folder / self._record
+        if run is None or not run.exists() or (overwrite and not resume):
+            return
+        known = json.loads(run.read_bytes())
+        if not resume:
+            raise InputError(self._kept_line(known["frames"]))
+        self._facts = json.loads(json.dumps(facts))
+        self._refuse_changes({name: known["facts"].get(name) for name in self._facts})
+
+    def _kept_line(self, frames: int) -> str:
+        return (
+            f"{self._output}: an interrupted run of {frames} frames is kept; "
+            "continue it with --resume, or start afresh with --overwrite"
+        )
+
     def begin(self, facts: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         """Make the folder, or take up the run that was kept in it.
 
@@ -94,10 +111,7 @@ class Work:
             raise write_error(self.folder, error) from None
         self.kept = self._frames_of(known)
         if not resume:
-            raise InputError(
-                f"{self._output}: an interrupted run of {self.kept} frames is kept; "
-                "continue it with --resume, or start afresh with --overwrite"
-            )
+            raise InputError(self._kept_line(self.kept))
         self._refuse_changes(known["facts"])
         self._take_up(known)
 

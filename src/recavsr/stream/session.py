@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from recavsr.state import State
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
 from recavsr.stream.color_fix import ColorFix, adain, wavelet
 from recavsr.stream.cuts import ShotMemory, Thumbnail, thumbnail
+from recavsr.stream.drift import Drift, color_difference
 from recavsr.stream.step import BlockModel
 
 
@@ -58,6 +59,8 @@ class Session:
         """Where a new shot began, as a count of the frames before it since the session was made."""
         self.pushed = 0
         """Frames that came in since the session was made."""
+        self.drift = Drift()
+        """How far the colours of what was made so far lie from those of the LR frames."""
         self._start(shot)
 
     def _start(self, shot: int) -> None:
@@ -124,7 +127,7 @@ class Session:
         # States are never written to, so both sessions may hold the same one.
         other._state, other._pending, other._block = self._state, list(self._pending), self._block
         other._seen, other._thumbnails = self._seen, list(self._thumbnails)
-        other.cuts, other.pushed = list(self.cuts), self.pushed
+        other.cuts, other.pushed, other.drift = list(self.cuts), self.pushed, self.drift
         return other
 
     def at_cut(self, cut: int) -> Session:
@@ -156,6 +159,7 @@ class Session:
             detect_cuts=self.detect_cuts,
             cuts=self.cuts,
             pushed=self.pushed,
+            drift=astuple(self.drift),
         )
 
     @classmethod
@@ -178,6 +182,7 @@ class Session:
         if len(pending):
             session._add(pending)
         session.cuts, session.pushed = about["cuts"], about["pushed"]
+        session.drift = Drift(*about["drift"])
         return session
 
     def _add(self, frames: np.ndarray) -> None:
@@ -219,4 +224,8 @@ class Session:
         elif self.color_fix == "wavelet":
             sr_frames = wavelet(sr_frames[..., :height, :width], frames[: sr_frames.shape[2]])
         self._block += 1
-        return to_picture(sr_frames[:, :, :count], self.out_size, frames.dtype)
+        sr_frames = sr_frames[:, :, :count, :height, :width]
+        difference = color_difference(sr_frames, frames[:count])
+        picture = to_picture(sr_frames, self.out_size, frames.dtype)
+        self.drift = self.drift.with_block(difference.tolist())  # the device has come so far by now
+        return picture

@@ -40,7 +40,7 @@ def write_clip(
         with av.open(str(pending.path), "w", format="mp4") as container:
             options = {"crf": str(crf), "preset": "fast", "g": str(keyint)}
             stream = container.add_stream("libx264", rate=rate, options=options)
-            to_frame = FromRgb("yuv420p", _BT709)
+            to_frame = FromRgb("yuv420p", _BT709, "left")
             for index, pixels in enumerate(frames):
                 if index == 0:
                     stream.height, stream.width = pixels.shape[:2]

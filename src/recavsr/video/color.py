@@ -4,7 +4,8 @@ Pixels are converted with the matrix and range that the source is tagged with, a
 same ones, so that an identity model changes nothing. Untagged sources follow the rule that players use:
 BT.709 from 720 rows (or 1280 columns) up, BT.601 below, limited range for Y'CbCr and full range for RGB.
 The output is always tagged with the matrix and range in use, because its new size would make a player
-guess differently.
+guess differently. Chroma siting is kept in the same way; untagged 4:2:0 counts as `left`, but in full range
+and in pictures as `center`; untagged 4:2:2 as `left`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from av.video.reformatter import VideoReformatter
 
 from recavsr.errors import InputError
 from recavsr.video.frames import side_data_of
+from recavsr.video.siting import Sited
 
 UNSPECIFIED = 2  # matrix, primaries, transfer
 RANGE_UNSPECIFIED, RANGE_LIMITED, RANGE_FULL = 0, 1, 2
@@ -97,24 +99,6 @@ class HdrMetadata:
     max_content_light: int | None = None  # cd/m2
     max_average_light: int | None = None  # cd/m2
 
-    def x265_parameters(self) -> list[str]:
-        """Return the encoder settings that carry this data (units of 0.00002 and 0.0001 cd/m2)."""
-        settings = []
-        if self.display_primaries and self.white_point and self.max_luminance is not None:
-            red, green, blue = self.display_primaries
-            points = [
-                f"{name}({round(x * 50000)},{round(y * 50000)})"
-                for name, (x, y) in zip("GBR", (green, blue, red), strict=True)
-            ]
-            white = f"WP({round(self.white_point[0] * 50000)},{round(self.white_point[1] * 50000)})"
-            low = round((self.min_luminance or Fraction(0)) * 10000)
-            settings.append(
-                f"master-display={''.join(points)}{white}L({round(self.max_luminance * 10000)},{low})"
-            )
-        if self.max_content_light is not None:
-            settings.append(f"max-cll={self.max_content_light},{self.max_average_light or 0}")
-        return settings
-
 
 def tags_of(frame: VideoFrame, context: av.VideoCodecContext | None) -> ColorTags:
     """Return the tags of a decoded frame, completed by those of its stream."""
@@ -156,8 +140,9 @@ def hdr_metadata_of(frame: VideoFrame) -> HdrMetadata | None:
 class ToRgb:
     """Converts decoded frames to RGB arrays [H, W, 3]: uint8, or uint16 (full scale) if `deep`."""
 
-    def __init__(self, tags: ColorTags, *, deep: bool) -> None:
+    def __init__(self, tags: ColorTags, *, deep: bool, siting: str | None = None) -> None:
         self._tags = tags
+        self._sited = None if siting is None else Sited(siting)
         self._format = "rgb48le" if deep else "rgb24"
         self._reformatter = VideoReformatter()
         if tags.matrix != MATRIX_RGB and tags.matrix not in _SWSCALE_MATRIX:
@@ -170,7 +155,7 @@ class ToRgb:
         """Return the frame's pixels, [H, W, 3]."""
         matrix = _SWSCALE_MATRIX.get(self._tags.matrix)
         rgb = self._reformatter.reformat(
-            frame,
+            frame if self._sited is None else self._sited(frame),
             format=self._format,
             src_colorspace=matrix,
             src_color_range=self._tags.range,
@@ -183,9 +168,10 @@ class ToRgb:
 class FromRgb:
     """Converts RGB arrays [H, W, 3], uint8 or uint16, to frames of one pixel format and colour."""
 
-    def __init__(self, pixel_format: str, tags: ColorTags) -> None:
+    def __init__(self, pixel_format: str, tags: ColorTags, siting: str | None = None) -> None:
         self._format = pixel_format
         self._tags = tags
+        self._sited = None if siting is None else Sited(siting)
         self._reformatter = VideoReformatter()
 
     def __call__(self, pixels: np.ndarray) -> VideoFrame:
@@ -193,7 +179,7 @@ class FromRgb:
         name = "rgb48le" if pixels.dtype == np.uint16 else "rgb24"
         source = VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format=name)
         frame = self._reformatter.reformat(
-            source,
+            source if self._sited is None else self._sited(source),
             format=self._format,
             src_color_range=RANGE_FULL,
             dst_colorspace=_SWSCALE_MATRIX.get(self._tags.matrix),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import av
 
 from recavsr.errors import InputError
-from recavsr.video.color import ColorTags, HdrMetadata
+from recavsr.video.color import ColorTags
+from recavsr.video.encoders import (
+    DEFAULT_QUALITY,
+    HARDWARE,
+    LOSSLESS,
+    SOFTWARE,
+    Encoder,
+    opens,
+    with_hdr_metadata,
+)
 from recavsr.video.info import VideoInfo
-
-LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)
@@ -54,38 +61,6 @@ CONTAINERS = {
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """An encoder and its pixel formats by (chroma, bits)."""
-
-    library: str
-    quality_option: str | None
-    default_quality: int
-    worst_quality: int
-    presets: tuple[str, str]  # name of the option, default value
-    lossless: dict[str, str] | None
-    chroma: tuple[str, ...] = ("420", "422", "444")
-    bits: tuple[int, ...] = (8, 10)
-
-    def pixel_format(self, chroma: str, bits: int) -> str:
-        """Return the pixel format that holds at least `bits` bits (or the most there is) in `chroma`."""
-        depth = min((b for b in self.bits if b >= bits), default=max(self.bits))
-        return f"yuv{chroma}p" + ("" if depth == 8 else f"{depth}le")
-
-
-ENCODERS = {
-    "h264": Encoder("libx264", "crf", 17, 51, ("preset", "veryfast"), {"qp": "0"}),
-    "hevc": Encoder(
-        "libx265", "crf", 18, 51, ("preset", "fast"), {"x265-params": "lossless=1"}, bits=(8, 10, 12)
-    ),
-    "av1": Encoder("libsvtav1", "crf", 25, 63, ("preset", "8"), None, chroma=("420",)),
-    "vp9": Encoder("libvpx-vp9", "crf", 24, 63, ("cpu-used", "4"), {"lossless": "1"}, bits=(8,)),
-    "ffv1": Encoder("ffv1", None, 0, 0, ("level", "3"), {}, bits=(8, 10, 12, 16)),
-    "prores": Encoder("prores_ks", None, 0, 0, ("profile", "hq"), None, chroma=("422", "444"), bits=(10,)),
-    "raw": Encoder("wrapped_avframe", None, 0, 0, ("", ""), {}, bits=(8, 10, 12)),
-}
-
-
-@dataclass(frozen=True)
 class Encoding:
     """How the video stream will be written."""
 
@@ -93,7 +68,12 @@ class Encoding:
     library: str
     pixel_format: str
     color: ColorTags
+    siting: str | None  # of subsampled chroma
+    quality: str  # in words
     options: dict[str, str]
+    hdr_metadata: bool  # is written
+    changes: tuple[str, ...]  # what the pixels lose or gain on the way
+    warnings: tuple[str, ...]
 
 
 def container_of(suffix: str) -> Container:
@@ -113,89 +93,137 @@ def choose_encoding(
     codec: str | None = None,
     quality: int | str | None = None,
     preset: str | None = None,
+    hardware: bool = False,
 ) -> Encoding:
     """Return the encoding for frames of `size` (height, width) from a source, or InputError if impossible.
 
     8-bit sources become H.264 4:2:0, deeper ones HEVC of 10 bits; 4:4:4 where the source is or a side is odd.
-    `quality` is the encoder's constant-quality number (0 best) or "lossless".
+    `codec` is a codec or one encoder (h264_nvenc); `quality` is a number from 0 (best) to 51, the same for
+    every codec, or "lossless". With `hardware` an encoder of a graphics card is taken if one opens here.
     """
     name = codec or (container.deep_codec if info.deep else container.codecs[0])
     name = {"h265": "hevc", "x264": "h264", "x265": "hevc", "avc": "h264"}.get(name, name)
-    if name not in ENCODERS or name not in container.codecs:
+    named = next((encoder for encoder in HARDWARE if encoder.library == name), None)
+    name = named.codec if named is not None else name
+    if name not in SOFTWARE or name not in container.codecs:
         raise InputError(
-            f"codec {name} does not go into {container.suffix}; use {', '.join(container.codecs)}"
+            f"codec {codec or name} does not go into {container.suffix}; use {', '.join(container.codecs)}"
         )
-    encoder = ENCODERS[name]
+    if named is not None:
+        encoding = _encoding(info, size, named, quality, preset)
+        if not opens(named, encoding.pixel_format, size, encoding.options):
+            raise InputError(f"{named.library} can't be opened on this machine for this video; use {name}")
+        return encoding
+    warnings = []
+    if hardware:
+        for encoder in HARDWARE:
+            if encoder.codec == name and quality != LOSSLESS and _fits(info, size, encoder):
+                encoding = _encoding(info, size, encoder, quality, preset)
+                if opens(encoder, encoding.pixel_format, size, encoding.options):
+                    return encoding
+        warnings.append(f"no graphics card here encodes this {name}: {SOFTWARE[name].library} does it")
+    encoder = SOFTWARE[name]
     if encoder.library not in av.codecs_available:
         raise InputError(f"this installation of PyAV has no {encoder.library} encoder; choose another codec")
-    pixel_format = encoder.pixel_format(_chroma(info, size, encoder, name), _bits(info))
-    options = _options(encoder, name, quality, preset)
-    color = info.color_used.for_yuv()
-    if name == "hevc":
-        options["x265-params"] = ":".join(_x265_parameters(options, info.hdr_metadata))
-    if name == "prores" and "444" in pixel_format:
-        options["profile"] = "4444"
-    return Encoding(name, encoder.library, pixel_format, color, options)
+    encoding = _encoding(info, size, encoder, quality, preset)
+    return replace(encoding, warnings=(*warnings, *encoding.warnings))
 
 
-def _bits(info: VideoInfo) -> int:
-    if not info.deep:
-        return 8
-    # 12 bits are kept for 12-bit video; deeper picture files would only gain files that few can play.
-    return 12 if info.bit_depth == 12 else 10
+def _fits(info: VideoInfo, size: tuple[int, int], encoder: Encoder) -> bool:
+    """Say whether an encoder takes as much as the software encoder would."""
+    wanted = SOFTWARE[encoder.codec].holds(*_wanted(info, size, encoder.codec))
+    return encoder.holds(*wanted) == wanted
 
 
-def _chroma(info: VideoInfo, size: tuple[int, int], encoder: Encoder, name: str) -> str:
+def _wanted(info: VideoInfo, size: tuple[int, int], codec: str) -> tuple[str, int]:
+    """Return the chroma and bits that keep what the source has, as far as it makes sense in a codec."""
     height, width = size
+    if codec == "ffv1":
+        return ("rgb" if info.chroma == "rgb" else _chroma(info, height, width)), info.bit_depth
+    # 12 bits are kept for 12-bit video; deeper picture files would only gain files that few can play.
+    bits = 8 if not info.deep else 12 if info.bit_depth == 12 else 10
+    return _chroma(info, height, width), bits
+
+
+def _chroma(info: VideoInfo, height: int, width: int) -> str:
     fitting = {"422": "422", "444": "444"}.get(info.chroma, "420")
-    if (fitting == "420" and height % 2) or (fitting != "444" and width % 2):
-        fitting = "444"
-    better = [c for c in encoder.chroma if c >= fitting]
-    if not better:
-        if height % 2 or width % 2:
-            raise InputError(
-                f"{width}x{height} has an odd side, which {name} can't hold; choose h264 or hevc"
-            )
-        return encoder.chroma[-1]
-    return better[0]
+    return "444" if (width % 2 and fitting != "444") or (height % 2 and fitting == "420") else fitting
 
 
-def _options(encoder: Encoder, name: str, quality: int | str | None, preset: str | None) -> dict[str, str]:
-    options: dict[str, str] = {}
-    option, default = encoder.presets
-    if option:
-        options[option] = preset or default
-    if quality == LOSSLESS:
-        if encoder.lossless is None:
-            raise InputError(f"{name} has no lossless mode here; use h264, hevc, vp9 or ffv1")
-        return options | encoder.lossless
-    if encoder.quality_option is None:
-        if quality is not None:
-            raise InputError(f"{name} takes no quality number")
-        return options
-    value = encoder.default_quality if quality is None else quality
-    try:
-        number = int(value)
-    except ValueError:
-        number = -1
-    if not 0 <= number <= encoder.worst_quality:
+def _encoding(
+    info: VideoInfo,
+    size: tuple[int, int],
+    encoder: Encoder,
+    quality: int | str | None,
+    preset: str | None,
+) -> Encoding:
+    height, width = size
+    wanted, wanted_bits = _wanted(info, size, encoder.codec)
+    # Only where RGB is kept as it is are there formats for it.
+    chroma, bits = (
+        (wanted, wanted_bits)
+        if (wanted, wanted_bits) in encoder.formats
+        else (encoder.holds("444" if wanted == "rgb" else wanted, wanted_bits))
+    )
+    if (width % 2 and chroma in ("420", "422")) or (height % 2 and chroma == "420"):
         raise InputError(
-            f"quality for {name} is a number from 0 (best) to {encoder.worst_quality} or 'lossless', "
-            f"not {value!r}"
+            f"{width}x{height} has an odd side, which {encoder.codec} can't hold; choose h264 or hevc"
         )
-    options[encoder.quality_option] = str(number)
-    if name == "vp9":
-        options |= {"b": "0", "row-mt": "1"}
-    return options
+    pixel_format = encoder.pixel_format(chroma, bits)
+    options = encoder.settings(quality, preset)
+    if encoder.profiles and chroma == "444":
+        options["profile"] = "4444"
+    color = info.color_used if chroma == "rgb" else info.color_used.for_yuv()
+    siting = _siting(info, chroma, encoder.codec)
+    if siting is not None:
+        options["chroma_sample_location"] = siting
+    warnings = []
+    if info.hdr_metadata is not None:
+        with_metadata = with_hdr_metadata(encoder, options, info.hdr_metadata)
+        if with_metadata is None:
+            warnings.append(f"{encoder.library} can't write the HDR mastering metadata, it is left out")
+        options = with_metadata or options
+    return Encoding(
+        codec=encoder.codec,
+        library=encoder.library,
+        pixel_format=pixel_format,
+        color=color,
+        siting=siting,
+        quality=_quality_in_words(encoder, options, quality),
+        options=options,
+        hdr_metadata=info.hdr_metadata is not None and not warnings,
+        changes=tuple(_changes(info, chroma, bits)),
+        warnings=tuple(warnings),
+    )
 
 
-def _x265_parameters(options: dict[str, str], hdr: HdrMetadata | None) -> list[str]:
-    parameters = ["log-level=error"]
-    if "x265-params" in options:
-        parameters.append(options["x265-params"])
-    if hdr is not None:
-        parameters += ["hdr10=1", "repeat-headers=1", *hdr.x265_parameters()]
-    return parameters
+def _siting(info: VideoInfo, chroma: str, codec: str) -> str | None:
+    """Return where chroma goes: as in the source; what can't be tagged goes where players take it to be."""
+    if chroma not in ("420", "422"):
+        return None
+    taggable = ("left", "topleft") if codec == "av1" else ("left", "center", "topleft", "top")
+    return info.siting if chroma == "420" and info.siting in taggable else "left"
+
+
+def _quality_in_words(encoder: Encoder, options: dict[str, str], quality: int | str | None) -> str:
+    if quality == LOSSLESS or not (encoder.numbers or encoder.profiles):
+        return LOSSLESS
+    option = "profile" if encoder.profiles else encoder.option
+    level = DEFAULT_QUALITY if quality is None else quality
+    return (
+        f"quality {level} ({option} {options[option]})" if encoder.numbers else f"profile {options[option]}"
+    )
+
+
+def _changes(info: VideoInfo, chroma: str, bits: int) -> list[str]:
+    changes = []
+    if bits < info.bit_depth:
+        changes.append(f"{info.bit_depth} bits become {bits}")
+    if info.chroma == "rgb" and chroma != "rgb":
+        changes.append(f"RGB becomes Y'CbCr {chroma[0]}:{chroma[1]}:{chroma[2]}, BT.709")
+    elif info.chroma in ("420", "422", "444") and chroma != info.chroma:
+        changes.append(f"chroma {':'.join(info.chroma)} becomes {':'.join(chroma)}")
+    return changes
 
 
 def output_sample_aspect(info: VideoInfo, size: tuple[int, int], *, forced: bool) -> Fraction:

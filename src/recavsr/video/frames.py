@@ -20,6 +20,7 @@ __all__ = [
     "Packet",
     "Passed",
     "Stamp",
+    "alpha_of",
     "has_alpha",
     "is_opaque",
     "orientation_of",
@@ -48,11 +49,15 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Frame:
-    """One picture: pixels [H, W, 3], its time, and its file name where it came from a picture file."""
+    """One picture: pixels [H, W, 3], its time, and its file name where it came from a picture file.
+
+    `alpha` [h, w], of the pixels' depth, is its transparency where that is kept; it has the source's size.
+    """
 
     pixels: np.ndarray
     stamp: Stamp
     name: str | None = None
+    alpha: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,11 @@ def has_alpha(frame: VideoFrame) -> bool:
     return any(part.is_alpha for part in frame.format.components) or frame.format.has_palette
 
 
-def is_opaque(frame: VideoFrame) -> bool:
-    """Return whether the frame's transparency channel is opaque everywhere."""
-    deep = max(part.bits for part in frame.format.components) > 8
-    alpha = frame.reformat(format="rgba64le" if deep else "rgba").to_ndarray()[..., 3]
-    return int(alpha.min()) == (65535 if deep else 255)
+def alpha_of(frame: VideoFrame, *, deep: bool) -> np.ndarray:
+    """Return the transparency channel [H, W]: uint8, or uint16 (full scale) if `deep`."""
+    return frame.reformat(format="rgba64le" if deep else "rgba").to_ndarray()[..., 3].copy()
+
+
+def is_opaque(alpha: np.ndarray) -> bool:
+    """Return whether a transparency channel is opaque everywhere."""
+    return int(alpha.min()) == np.iinfo(alpha.dtype).max

@@ -15,6 +15,7 @@ import av.error
 import numpy as np
 from av.container import InputContainer
 from av.packet import Packet
+from av.video.frame import VideoFrame
 
 from recavsr.errors import InputError
 from recavsr.video.color import MATRIX_BT470BG, RANGE_FULL, ColorTags, FromRgb
@@ -23,8 +24,11 @@ from recavsr.video.info import DEFAULT_RATE
 from recavsr.video.output import PendingFiles, PendingOutput, sync, write_error
 from recavsr.video.reader import Trim, VideoReader
 from recavsr.video.source import Source, SourceKind
+from recavsr.video.transfer import SRGB, linear_light
 
-WRITABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp")
+WRITABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".exr")
+ALPHA_SUFFIXES = (".png", ".tif", ".tiff", ".exr")
+"""Pictures that can be transparent."""
 
 # encoder, pixel format for 8 bits, pixel format for more
 _PICTURE_CODECS = {
@@ -36,6 +40,7 @@ _PICTURE_CODECS = {
     ".jpeg": ("mjpeg", "yuvj444p", "yuvj444p"),
     ".webp": ("libwebp", "yuv420p", "yuv420p"),
 }
+_ALPHA_FORMATS = {"png": ("rgba", "rgba64be"), "tiff": ("rgba", "rgba64le")}
 _JPEG_COLOR = ColorTags(range=RANGE_FULL, matrix=MATRIX_BT470BG)
 _WEBP_COLOR = ColorTags(range=1, matrix=MATRIX_BT470BG)
 
@@ -49,6 +54,7 @@ class SequenceReader:
         self.container: InputContainer | None = None
         self.end: Fraction | None = None
         self.passed = 0
+        self.keep_alpha = False
         rate = DEFAULT_RATE
         first = 0 if trim.start is None else -int(-trim.start * rate // 1)
         self.shift = -first / rate
@@ -89,17 +95,19 @@ class SequenceReader:
                     raise
                 self.cut_short = f"picture {number + 1} of {len(self._pictures)} can't be used: {error}"
                 return
-            yield Frame(frame.pixels, stamp, path.stem if self._named else None)
+            yield replace(frame, stamp=stamp, name=path.stem if self._named else None)
 
     def _read(self, path: Path) -> Frame:
         with _open_picture(path) as picture:
+            picture.keep_alpha = self.keep_alpha
             if picture.info.size != self.info.size:
                 (height, width), (first_height, first_width) = picture.info.size, self.info.size
                 raise InputError(
                     f"{path}: is {width}x{height}, the first picture is {first_width}x{first_height}"
                 )
             frame = next(item for item in picture if isinstance(item, Frame))
-        return replace(frame, pixels=_same_depth(frame.pixels, deep=self.info.deep))
+        alpha = None if frame.alpha is None else _same_depth(frame.alpha, deep=self.info.deep)
+        return replace(frame, pixels=_same_depth(frame.pixels, deep=self.info.deep), alpha=alpha)
 
     def __enter__(self) -> Self:
         return self
@@ -122,17 +130,53 @@ def _same_depth(pixels: np.ndarray, *, deep: bool) -> np.ndarray:
     return ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
-def encode_picture(pixels: np.ndarray, suffix: str) -> bytes:
-    """Return the bytes of a picture file of RGB pixels [H, W, 3], uint8 or uint16."""
+def encode_picture(
+    pixels: np.ndarray, suffix: str, alpha: np.ndarray | None = None, transfer: int = SRGB
+) -> bytes:
+    """Return the bytes of a picture file of RGB pixels [H, W, 3], uint8 or uint16.
+
+    `alpha` [h, w] is brought to their size (bicubic). EXR holds linear light (half floats, multiplied by
+    alpha): `transfer` says what the code values are.
+    """
+    if alpha is not None:
+        alpha = _sized(alpha, (pixels.shape[0], pixels.shape[1]))
+    if suffix == ".exr":
+        return _encode_exr(pixels, alpha, transfer)
     codec, pixel_format, deep_format = _PICTURE_CODECS[suffix]
-    chosen = deep_format if pixels.dtype == np.uint16 else pixel_format
+    deep = pixels.dtype == np.uint16
+    if alpha is not None:
+        straight = VideoFrame.from_ndarray(np.dstack([pixels, alpha]), format="rgba64le" if deep else "rgba")
+        return _encoded(straight.reformat(format=_ALPHA_FORMATS[codec][deep]), codec)
+    chosen = deep_format if deep else pixel_format
     colors = {"mjpeg": _JPEG_COLOR, "libwebp": _WEBP_COLOR}.get(codec, ColorTags(range=RANGE_FULL, matrix=0))
-    frame = FromRgb(chosen, colors)(pixels)
+    return _encoded(FromRgb(chosen, colors)(pixels), codec, color_range=colors.range)
+
+
+def _sized(alpha: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    if alpha.shape == size:
+        return alpha
+    frame = VideoFrame.from_ndarray(alpha, format="gray16le" if alpha.dtype == np.uint16 else "gray")
+    return frame.reformat(size[1], size[0], interpolation="BICUBIC").to_ndarray()
+
+
+def _encode_exr(pixels: np.ndarray, alpha: np.ndarray | None, transfer: int) -> bytes:
+    light = linear_light(pixels, transfer)
+    if alpha is not None:
+        cover = (alpha / np.iinfo(alpha.dtype).max).astype(np.float32)[..., None]
+        light = np.dstack([light * cover, cover])
+    frame = VideoFrame.from_ndarray(light, format="gbrpf32le" if alpha is None else "gbrapf32le")
+    return _encoded(frame, "exr", options={"format": "half", "compression": "zip16"})
+
+
+def _encoded(
+    frame: VideoFrame, codec: str, *, color_range: int = RANGE_FULL, options: dict[str, str] | None = None
+) -> bytes:
     context = av.CodecContext.create(codec, "w")
     assert isinstance(context, av.VideoCodecContext)
-    context.width, context.height, context.pix_fmt = frame.width, frame.height, chosen
+    context.width, context.height, context.pix_fmt = frame.width, frame.height, frame.format.name
     context.time_base = Fraction(1, 25)
-    context.color_range = colors.range
+    context.color_range = color_range
+    context.options = options or {}
     if codec == "mjpeg":
         context.qmin = context.qmax = 2
     frame.pts = 0
@@ -178,15 +222,17 @@ class PictureWriter(_PendingPictures):
 
     _pending: PendingOutput
 
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool = False, transfer: int = SRGB) -> None:
         self._pending = PendingOutput(path, overwrite=overwrite)
+        self._transfer = transfer
         self._suffix = path.suffix.lower()
         self.warnings: list[str] = []
 
     def write(self, frame: Frame) -> None:
         """Write the picture."""
         try:
-            self._pending.path.write_bytes(encode_picture(frame.pixels, self._suffix))
+            data = encode_picture(frame.pixels, self._suffix, frame.alpha, self._transfer)
+            self._pending.path.write_bytes(data)
         except (OSError, av.error.FFmpegError) as error:
             raise write_error(self._pending.final, error) from None
 
@@ -196,7 +242,15 @@ class SequenceWriter(_PendingPictures):
 
     _pending: PendingFiles
 
-    def __init__(self, target: Path, *, overwrite: bool = False, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: Path,
+        *,
+        overwrite: bool = False,
+        folder: Path | None = None,
+        transfer: int = SRGB,
+    ) -> None:
+        self._transfer = transfer
         number = re.search(r"%0?(\d*)d", target.name)
         self._pattern = target.name if number else None
         goal = target.parent if number else target
@@ -240,7 +294,7 @@ class SequenceWriter(_PendingPictures):
         try:
             self._pending.path.mkdir(exist_ok=True)
             path = self._pending.path / name
-            path.write_bytes(encode_picture(frame.pixels, self._suffix))
+            path.write_bytes(encode_picture(frame.pixels, self._suffix, frame.alpha, self._transfer))
             self._unsynced.append(path)
         except (OSError, av.error.FFmpegError) as error:
             raise write_error(self._pending.folder / name, error) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,8 +16,9 @@ from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
 from recavsr.video.color import ColorTags, HdrMetadata, hdr_metadata_of, tags_of
-from recavsr.video.frames import Orientation, has_alpha, orientation_of, side_data_of
-from recavsr.video.source import Source, SourceKind
+from recavsr.video.frames import Orientation, alpha_of, has_alpha, is_opaque, orientation_of, side_data_of
+from recavsr.video.siting import tagged_siting
+from recavsr.video.source import CountedInput, Source, SourceKind
 
 DEFAULT_RATE = Fraction(25)  # for picture sequences and streams that name no rate
 
@@ -31,6 +33,7 @@ class StreamInfo:
     language: str | None
     title: str | None
     cover_art: bool
+    bit_rate: int | None = None  # bits a second, where the file says
 
     def __str__(self) -> str:
         words = [self.kind if not self.cover_art else "cover picture", str(self.index), f"({self.codec}"]
@@ -56,7 +59,9 @@ class VideoInfo:
     pixel_format: str
     bit_depth: int
     chroma: str  # "420", "422", "444", "rgb" or "gray"; other subsamplings count as the next finer one
+    siting: str | None  # of subsampled chroma: left, center, topleft, top; as tagged, else by convention
     alpha: bool
+    transparent: bool  # is the first frame
     color: ColorTags  # as tagged
     hdr_metadata: HdrMetadata | None
     interlaced: bool
@@ -121,13 +126,17 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
     color = tags_of(frame, stream.codec_context)
     hdr = color.hdr
     if hdr:
-        warnings.append(f"HDR ({hdr}) is upscaled as it is coded, by a model that was trained on SDR")
+        warnings.append(
+            f"HDR ({hdr}) is upscaled as it is coded, by a model that was trained on SDR; "
+            "--color-fix wavelet holds its colours"
+        )
     if any(kind.startswith(("DOVI", "DYNAMIC_HDR")) for kind, _ in side_data_of(frame)):
         warnings.append("dynamic HDR metadata (Dolby Vision, HDR10+) is not kept")
     origin = Fraction(container.start_time or 0, av.time_base)
     time_base = stream.time_base or 1 / rate
     start = origin if stream.start_time is None else stream.start_time * time_base
     duration = _duration_of(container, stream)
+    chroma, picture = _chroma_of(frame), source.kind is SourceKind.STILL
     return VideoInfo(
         source=source.name,
         kind=source.kind,
@@ -140,8 +149,10 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
         sample_aspect=1 / sample_aspect if orientation.swaps_sides else sample_aspect,
         pixel_format=frame.format.name,
         bit_depth=bit_depth_of(frame, source),
-        chroma=_chroma_of(frame),
+        chroma=chroma,
+        siting=_siting_of(container, stream, chroma, full_range=color.full_range or picture),
         alpha=has_alpha(frame),
+        transparent=has_alpha(frame) and not is_opaque(alpha_of(frame, deep=False)),
         color=color,
         hdr_metadata=hdr_metadata_of(frame) if hdr else None,
         interlaced=frame.interlaced_frame,
@@ -183,6 +194,17 @@ def _chroma_of(frame: VideoFrame) -> str:
     return {(True, True): "420", (True, False): "422"}.get(halves, "444")
 
 
+def _siting_of(
+    container: InputContainer, stream: VideoStream, chroma: str, *, full_range: bool
+) -> str | None:
+    if chroma not in ("420", "422"):
+        return None
+    file = container.file.file if container.file is not None else None
+    header = file.header if isinstance(file, CountedInput) else ""
+    usual = "center" if full_range and chroma == "420" else "left"
+    return tagged_siting(stream, header) or usual
+
+
 def _rate_of(stream: VideoStream) -> Fraction:
     for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
         if rate and rate > 0:
@@ -193,6 +215,12 @@ def _rate_of(stream: VideoStream) -> Fraction:
 def _duration_of(container: InputContainer, stream: VideoStream) -> Fraction | None:
     if stream.duration and stream.time_base:
         return stream.duration * stream.time_base
+    # Matroska says in a tag at what time a stream ends.
+    tag = re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
+    if tag:
+        end = int(tag[1]) * 3600 + int(tag[2]) * 60 + Fraction(tag[3])
+        begin = (stream.start_time or 0) * (stream.time_base or 0)
+        return end - max(begin, Fraction(0)) or None
     if container.duration and container.duration > 0:
         return Fraction(container.duration, av.time_base)
     return None
@@ -217,4 +245,5 @@ def _stream_info(stream: Stream) -> StreamInfo:
         language=stream.metadata.get("language"),
         title=stream.metadata.get("title") or stream.metadata.get("filename"),
         cover_art=isinstance(stream, VideoStream) and _is_cover_art(stream),
+        bit_rate=getattr(context, "bit_rate", None) or None,
     )

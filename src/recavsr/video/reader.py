@@ -24,6 +24,7 @@ from typing import Protocol, Self, cast
 
 import av
 import av.error
+import numpy as np
 from av.container import InputContainer
 from av.filter import Graph
 from av.packet import Packet
@@ -32,7 +33,7 @@ from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
 from recavsr.video.color import ToRgb
-from recavsr.video.frames import Frame, Passed, Stamp, is_opaque
+from recavsr.video.frames import Frame, Passed, Stamp, alpha_of, is_opaque
 from recavsr.video.info import DEFAULT_RATE, VideoInfo, choose_stream, describe
 from recavsr.video.source import CountedInput, Source, SourceKind, open_container, resolve
 
@@ -101,6 +102,7 @@ class Reader(Protocol):
     shift: Fraction  # seconds by which all times were moved
     end: Fraction | None  # for trimmed sources: other streams end here (shifted seconds)
     passed: int  # so many frames come as `Passed`: set it before the iteration
+    keep_alpha: bool  # frames carry their transparency; else it is refused: set it before the iteration
 
     @property
     def container(self) -> InputContainer | None:
@@ -123,6 +125,14 @@ def open_reader(
     if resolved.kind is SourceKind.SEQUENCE:
         return SequenceReader(resolved, trim or Trim())
     return VideoReader(resolved, trim or Trim(), deinterlace=deinterlace)
+
+
+def transparent(source: str) -> str:
+    """Return why a transparent source is refused."""
+    return (
+        f"{source}: the picture is transparent in places; .png, .tif and .exr pictures can keep that, "
+        "or flatten it onto a background first"
+    )
 
 
 class _Clock:
@@ -159,6 +169,7 @@ class VideoReader:
         self.shift = Fraction(0)
         self.end: Fraction | None = None
         self.passed = 0
+        self.keep_alpha = False
         self._bad_packets = 0
         self._video_packets = 0
         self._packet_bytes = 0
@@ -178,7 +189,7 @@ class VideoReader:
                 self.warnings.append(
                     "the video is interlaced and is upscaled as it is; --deinterlace makes full frames"
                 )
-            self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep)
+            self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep, siting=self.info.siting)
             self._first: VideoFrame | None = first
         except BaseException:
             self.container.close()
@@ -220,7 +231,7 @@ class VideoReader:
             if count == 0:
                 self._set_shift(stamp, window)
             stamp = self._shifted(stamp)
-            yield Passed(stamp) if count < self.passed else Frame(self._pixels(item), stamp)
+            yield Passed(stamp) if count < self.passed else self._frame(item, stamp)
             count += 1
         self._finish(count, clock, video_ended)
 
@@ -361,19 +372,26 @@ class VideoReader:
 
     # -- pixels --------------------------------------------------------------------------------------
 
-    def _pixels(self, frame: VideoFrame):  # type: ignore[no-untyped-def]
+    def _frame(self, frame: VideoFrame, stamp: Stamp) -> Frame:
         if (frame.height, frame.width) != self.info.coded_size:
             height, width = self.info.coded_size
             raise InputError(
                 f"{self.info.source}: the picture size changes from {width}x{height} to "
                 f"{frame.width}x{frame.height} in the middle; split the file there"
             )
-        if self.info.alpha and not is_opaque(frame):
-            raise InputError(
-                f"{self.info.source}: the picture is transparent in places, which can't be kept; "
-                "flatten it onto a background first"
-            )
-        return self.info.orientation.apply(self._to_rgb(frame))
+        turn = self.info.orientation.apply
+        return Frame(turn(self._to_rgb(frame)), stamp, alpha=self._alpha(frame))
+
+    def _alpha(self, frame: VideoFrame) -> np.ndarray | None:
+        if not self.info.alpha:
+            return None
+        alpha = alpha_of(frame, deep=self.info.deep)
+        opaque = is_opaque(alpha)
+        if not opaque and not self.keep_alpha:
+            raise InputError(transparent(self.info.source))
+        if not self.keep_alpha or (opaque and frame.format.has_palette):
+            return None
+        return self.info.orientation.apply(alpha[..., None])[..., 0]
 
     # -- the end -------------------------------------------------------------------------------------
 

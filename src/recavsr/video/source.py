@@ -52,6 +52,11 @@ class CountedInput:
             self._head += data
         return data
 
+    @property
+    def header(self) -> str:
+        """Return the first line, as far as it was read."""
+        return self._head.partition(b"\n")[0].decode("ascii", "replace")
+
     def incomplete(self, frames: int, frame_bytes: int) -> bool:
         """Say whether the input held something else than its header and `frames` frames."""
         header = self._head.find(b"\n") + 1

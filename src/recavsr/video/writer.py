@@ -83,7 +83,7 @@ class _Encoder:
     ) -> None:
         self._info, self._container, self._encoding = info, container, encoding
         self._size, self._aspect = size, aspect
-        self._from_rgb = FromRgb(encoding.pixel_format, encoding.color)
+        self._from_rgb = FromRgb(encoding.pixel_format, encoding.color, encoding.siting)
         self._context: VideoCodecContext | None = None
         self._used = False
         self._durations: dict[int, int] = {}
