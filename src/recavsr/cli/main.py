@@ -16,7 +16,20 @@ from typing import Annotated, NoReturn
 import typer
 
 import recavsr
-from recavsr.cli import bench, convert, data, degrade, demo, doctor, evaluate, models, route, train, upscale
+from recavsr.cli import (
+    bench,
+    convert,
+    data,
+    degrade,
+    demo,
+    doctor,
+    evaluate,
+    live,
+    models,
+    route,
+    train,
+    upscale,
+)
 from recavsr.cli.console import Console
 from recavsr.errors import InputError, PartialError
 
@@ -33,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("upscale")(upscale.command)
+app.command("live")(live.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("bench")(bench.command)
