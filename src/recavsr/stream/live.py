@@ -8,7 +8,6 @@ together. A drop-out ends the shot, as a scene cut does.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -63,9 +62,7 @@ from recavsr.video.live_source import (
 FIRST_BLOCK_LATENTS = 2
 """The default first block of a live shot: 5 frames instead of 21."""
 
-_BLOCKS_WAITING: Mapping[Late, int] = {"drop": 1, "wait": 2, "lower": 6}
 _SENT_BEHIND = 32  # items between the model and the output
-_CONFIRMED_SECONDS = 1.0  # an output that took frames for so long is there
 _CLOSE_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 
@@ -185,8 +182,7 @@ def live(
         )
 
     stop = threading.Event()
-    capacity = _BLOCKS_WAITING[late] * block_model.blocks.frames(1)
-    inbox = Inbox(late, capacity, stop)
+    inbox = Inbox(late, block_model.blocks.frames(1), stop)
     reception = _Reception(origin, inbox, stop, reconnect, deinterlace, say)
     sending = _Sending(destination, sound, reconnect, say)
     run = _Run(inbox, reception, sending, choose, new_session, late, report_every, say)
@@ -407,7 +403,7 @@ class _Sending:
             for arrived in arrivals:
                 self.latency.add(time.monotonic() - arrived)
                 self._recent.add(time.monotonic() - arrived)
-        if not self._confirmed and now - self._opened_at >= _CONFIRMED_SECONDS:
+        if not self._confirmed and now - self._opened_at >= self.destination.confirmed_after:
             self._confirm(now)
 
     def _confirm(self, now: float) -> None:
@@ -495,15 +491,7 @@ class _Run:
         except BaseException as error:
             self._error = self._error or error
         finally:
-            reception.stop.set()
-            deadline = threading.Timer(_CLOSE_SECONDS, self._abort.set)
-            deadline.daemon = True
-            deadline.start()
-            with contextlib.suppress(Stopped):
-                self._channel.close()
-            sender.join(_CLOSE_SECONDS)
-            deadline.cancel()
-            receiver.join(_POLL_SECONDS)  # it may hang in a source that sends nothing
+            self._finish(sender, receiver)
         if self._error is not None:
             raise self._error
         picture = sending.picture
@@ -521,6 +509,27 @@ class _Run:
             cut_short=reception.cut_short,
             interrupted=interrupted,
         )
+
+    def _finish(self, sender: threading.Thread, receiver: threading.Thread) -> None:
+        """Let the output be completed. An interrupt that comes twice at once means the same as one."""
+        self._reception.stop.set()
+        deadline = threading.Timer(_CLOSE_SECONDS, self._abort.set)
+        deadline.daemon = True
+        deadline.start()
+        began, closed = time.monotonic(), False
+        while sender.is_alive() and time.monotonic() - began < _CLOSE_SECONDS:
+            try:
+                if not closed:
+                    self._channel.close()
+                    closed = True
+                sender.join(_POLL_SECONDS)
+            except Stopped:
+                closed = True
+            except KeyboardInterrupt:
+                if time.monotonic() - began > 1:
+                    raise
+        deadline.cancel()
+        receiver.join(_POLL_SECONDS)  # it may hang in a source that sends nothing
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)

@@ -137,15 +137,17 @@ Item = Connection | Gap | LiveFrame | SoundPacket
 
 
 class Inbox:
-    """What has arrived and waits for the model: at most `capacity` frames, and the sound between them.
+    """What has arrived and waits for the model: a bounded number of frames, and the sound between them.
 
     Where the model is late, `wait` lets the source wait. `drop` takes only as many frames as the model can do
-    (`pace`, seconds a frame), evenly in time, and beyond the capacity leaves out the oldest; `lower` does so
-    too, but its capacity is larger and it takes every frame as long as there is room.
+    (`pace`, seconds a frame), evenly in time; where more wait than the model works off in a second, the
+    oldest are left out. `lower` takes every frame as long as there is room.
     """
 
-    def __init__(self, late: Late, capacity: int, stop: threading.Event) -> None:
-        self._late, self._capacity, self._stop = late, capacity, stop
+    LARGEST = 48  # frames
+
+    def __init__(self, late: Late, block: int, stop: threading.Event) -> None:
+        self._late, self._block, self._stop = late, block, stop
         self._items: deque[Item] = deque()
         self._changed = threading.Condition()
         self._due = -math.inf
@@ -154,9 +156,18 @@ class Inbox:
         self.frames = self.dropped = 0
 
     @property
+    def capacity(self) -> int:
+        """Return how many frames may wait."""
+        if self._late == "wait":
+            return 2 * self._block
+        if self._late == "lower" or self.pace * self.LARGEST <= 1:
+            return self.LARGEST
+        return max(self._block, int(1 / self.pace))
+
+    @property
     def late(self) -> bool:
-        """Return whether frames pile up: more than a third of what there is room for."""
-        return 3 * self.frames > self._capacity
+        """Return whether frames pile up: more than two blocks of them wait."""
+        return self.frames > 2 * self._block
 
     @property
     def ended(self) -> bool:
@@ -167,12 +178,12 @@ class Inbox:
         """Hand over an item; with `wait` it may take a while."""
         with self._changed:
             if isinstance(item, LiveFrame):
-                while self._late == "wait" and self.frames >= self._capacity and not self._stop.is_set():
+                while self._late == "wait" and self.frames >= self.capacity and not self._stop.is_set():
                     self._changed.wait(_POLL_SECONDS)
                 if self._late == "drop" and not self._in_time(float(item.stamp.time)):
                     self.dropped += 1
                     return
-                if self.frames >= self._capacity:
+                if self.frames >= self.capacity:
                     self._drop_oldest()
                 self.frames += 1
             self._items.append(item)

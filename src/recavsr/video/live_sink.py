@@ -72,6 +72,11 @@ class Destination:
         """Return whether it can be opened again after it broke."""
         return self.network
 
+    @property
+    def confirmed_after(self) -> float:
+        """Return how many seconds without an error mean that a connection stands."""
+        return 5.0 if self.name.startswith("srt:") else 1.0
+
     def check(self) -> None:
         """Raise InputError where it is clear before anything is written that it can't be."""
         if self.name == STDIN and sys.stdout.isatty():
@@ -220,8 +225,8 @@ class LiveWriter:
                 for packet in sound.rest():
                     self._output.mux(packet)
             self._output.close()
-        if self._relay is not None:
-            self._relay.close()
+            if self._relay is not None:
+                self._relay.close()
         if self._pending is not None:
             self._pending.commit()
 
@@ -230,7 +235,8 @@ class LiveWriter:
         with contextlib.suppress(av.error.FFmpegError, OSError, ValueError):
             self._output.close()
         if self._relay is not None:
-            self._relay.close()
+            with contextlib.suppress(OSError):
+                self._relay.close()
         if self._pending is not None:
             self._pending.discard()
 

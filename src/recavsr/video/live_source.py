@@ -333,7 +333,8 @@ class LiveReader(VideoReader):
             if live.kind is LiveKind.FILE:
                 return open_container(Source(SourceKind.FILE, live.name))
             if live.name.startswith("srt:"):
-                self._relay = Relay(live.name, sending=False, patience=live.patience, listening=live.listen)
+                seconds = {"patience": live.patience, "connect_seconds": live.connect_seconds}
+                self._relay = Relay(live.name, sending=False, **seconds)
                 return av.open(self._relay, "r", format="mpegts", options=dict(live.options))
             return av.open(
                 live.name,
