@@ -37,8 +37,12 @@ def command(
     height: Annotated[int | None, typer.Option(help="Output height; the width follows.")] = None,
     width: Annotated[int | None, typer.Option(help="Output width; the height follows.")] = None,
     late: Annotated[
-        str, typer.Option(help="Where the model is slower than the source: drop, wait, lower.")
-    ] = "drop",
+        str | None,
+        typer.Option(
+            help="Where the model is slower than the source: drop, wait, lower. "
+            "Left out: pipes and files wait, else frames are dropped."
+        ),
+    ] = None,
     first_block: Annotated[
         int, typer.Option(help="Latents of a shot's first block, 1 to 6: 1, 5, 9, 13, 17 or 21 frames.")
     ] = 2,

@@ -109,7 +109,7 @@ def live(
     fit: tuple[int, int] | str | None = None,
     height: int | None = None,
     width: int | None = None,
-    late: Late = "drop",
+    late: Late | None = None,
     first_block: int = FIRST_BLOCK_LATENTS,
     sound: SoundPolicy = "copy",
     reconnect: float = 60.0,
@@ -139,7 +139,8 @@ def live(
     output: a URL (rtmp, srt, udp, tcp), a .m3u8 playlist, a video file, or "-" (y4m on standard output).
     model, scale, size, fit, height, width, seed, color_fix, deinterlace, codec, quality, preset, overwrite,
         device, precision, memory: as for `upscale`; cuts: "auto" or "off". Sides are even except in y4m.
-    late: where the model is slower than the source, "drop" frames, let it "wait", or do "lower" work.
+    late: where the model is slower than the source, "drop" frames, let it "wait", or do "lower" work; by
+        default pipes and files wait, and frames of cameras and networks, which can't, are dropped.
     first_block: latents of each shot's first block, 1 to 6 (1, 5, 9, 13, 17, 21 frames).
     sound: "copy" where the output can carry it, else encoded; "encode" always; "none".
     reconnect: try to come back to a lost source or output for so many seconds; 0 does not try.
@@ -154,6 +155,7 @@ def live(
     request = SizeRequest(scale, size, height, width, fit)
     _check(late, sound, first_block, cuts, reconnect, timeout)
     origin = resolve_live(os.fspath(source), listen=listen, options=input_options, patience=timeout)
+    late = late or ("drop" if origin.comes_back else "wait")
     destination = resolve_destination(os.fspath(output), options=output_options, overwrite=overwrite)
     destination.check()
     say = _Speaker(on_event)
@@ -189,9 +191,11 @@ def live(
     return run.run(block_model.name)
 
 
-def _check(late: str, sound: str, first_block: int, cuts: str, reconnect: float, timeout: float) -> None:
+def _check(
+    late: str | None, sound: str, first_block: int, cuts: str, reconnect: float, timeout: float
+) -> None:
     for name, value, known in (
-        ("late", late, get_args(Late)),
+        ("late", late or "drop", get_args(Late)),
         ("sound", sound, get_args(SoundPolicy)),
         ("cuts", cuts, ("auto", "off")),
     ):
@@ -330,7 +334,8 @@ class _Sending:
     """The sending thread: writes what the model gives, and opens the output again when it is lost."""
 
     def __init__(self, destination: Destination, sound: SoundPolicy, reconnect: float, say: _Speaker) -> None:
-        self.destination, self.undelivered, self.dropouts = destination, 0, 0
+        self.destination = destination
+        self.frames = self.undelivered = self.dropouts = 0
         self.picture: Picture | None = None
         """How the picture is written; set before the first connection comes."""
         self.latency = LatencyHistogram()
@@ -399,6 +404,7 @@ class _Sending:
                 return
             self._writer = self._open()
         arrivals = self._writer.write(frame)
+        self.frames += 1
         with self._lock:
             for arrived in arrivals:
                 self.latency.add(time.monotonic() - arrived)
@@ -445,7 +451,7 @@ class _Sending:
         try:
             self._writer.close()
         except SinkLost as lost:
-            if not self._ever_confirmed and not self.latency.count:
+            if not self._ever_confirmed:
                 raise InputError(f"{self.destination.shown}: can't be opened ({lost})") from None
             self._say("message", f"{self.destination.shown}: the last packets did not arrive ({lost})")
 
@@ -474,6 +480,7 @@ class _Run:
         self._waiting: deque[LiveFrame] = deque()  # frames inside the session, without their pixels
         self._session: Session | None = None
         self._lr_size = (0, 0)
+        self._last_needed = math.inf
         self._reported_at = time.monotonic()
 
     def run(self, model_name: str) -> LiveReport:
@@ -501,7 +508,7 @@ class _Run:
             model=model_name,
             out_size=(0, 0) if picture is None else picture.size,
             seconds=time.monotonic() - began,
-            frames=sending.latency.count,
+            frames=sending.frames,
             dropped=self._inbox.dropped,
             undelivered=sending.undelivered,
             dropouts=reception.dropouts + sending.dropouts,
@@ -604,7 +611,7 @@ class _Run:
             )
             began = time.monotonic()
             self._session.push(black)
-            self._inbox.pace = (time.monotonic() - began) / len(black)
+            self._set_pace((time.monotonic() - began) / len(black))
         self._begin_level()
 
     def _frame(self, frame: LiveFrame) -> None:
@@ -616,9 +623,12 @@ class _Run:
         began = time.monotonic()
         made = self._emit(self._session.push(frame.pixels[None]))
         if made:
-            needed = (time.monotonic() - began) / made
-            self._inbox.pace = (self._inbox.pace + needed) / 2
+            self._set_pace((time.monotonic() - began) / made)
             self._keep_up()
+
+    def _set_pace(self, needed: float) -> None:
+        """Take the smaller need of two blocks: one may have been held up by something else."""
+        self._inbox.pace, self._last_needed = min(needed, self._last_needed), needed
 
     def _end_shot(self) -> None:
         if self._session is not None:
@@ -646,7 +656,7 @@ class _Run:
         recent, seconds = self._sending.take_recent(), now - self._reported_at
         self._reported_at = now
         facts = {
-            "frames": self._sending.latency.count,
+            "frames": self._sending.frames,
             "fps": round(recent.count / seconds, 2),
             **recent.facts(),
             "dropped": self._inbox.dropped,

@@ -159,7 +159,9 @@ def choose_picture(
             options |= {"maxrate": str(most), "bufsize": str(most)}
             if quality is None:
                 options["crf"] = _STREAM_QUALITY
-    elif bitrate is not None and quality != LOSSLESS:
+    elif encoding.library == "libvpx-vp9":
+        options |= {"deadline": "realtime", "lag-in-frames": "0", "cpu-used": preset or "8"}
+    if bitrate is not None and "maxrate" not in options and quality != LOSSLESS:
         options["b"] = str(bitrate)
     return Picture(size, sample_aspect, info.rate, replace(encoding, options=options))
 
