@@ -100,7 +100,15 @@ def test_importing_the_package_is_light() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["upscale", "--help"], ["degrade", "--help"], ["data", "--help"], ["--version"], ["models"]],
+    [
+        ["--help"],
+        ["upscale", "--help"],
+        ["live", "--help"],
+        ["degrade", "--help"],
+        ["data", "--help"],
+        ["--version"],
+        ["models"],
+    ],
 )
 def test_help_is_light(arguments: list[str]) -> None:
     loaded = modules_after(f"from recavsr.cli.main import run\nassert run({arguments!r}) == 0")

@@ -643,7 +643,7 @@ class _Run:
 
     def _keep_up(self) -> None:
         ladder = self._ladder
-        if ladder is not None and ladder.after_block(self._inbox.late, time.monotonic()):
+        if ladder is not None and ladder.after_block(self._inbox.backlog, time.monotonic()):
             self._end_shot()
             self._begin_level()
             name = Ladder.NAMES[ladder.level]

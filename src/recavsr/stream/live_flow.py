@@ -165,9 +165,9 @@ class Inbox:
         return max(self._block, int(1 / self.pace))
 
     @property
-    def late(self) -> bool:
-        """Return whether frames pile up: more than two blocks of them wait."""
-        return self.frames > 2 * self._block
+    def backlog(self) -> int:
+        """Return how many frames wait beyond two blocks."""
+        return max(0, self.frames - 2 * self._block)
 
     @property
     def ended(self) -> bool:
@@ -180,10 +180,10 @@ class Inbox:
             if isinstance(item, LiveFrame):
                 while self._late == "wait" and self.frames >= self.capacity and not self._stop.is_set():
                     self._changed.wait(_POLL_SECONDS)
-                if self._late == "drop" and not self._in_time(float(item.stamp.time)):
+                if self._late == "drop" and not self._in_time(item.stamp):
                     self.dropped += 1
                     return
-                if self.frames >= self.capacity:
+                while self.frames >= self.capacity:
                     self._drop_oldest()
                 self.frames += 1
             self._items.append(item)
@@ -207,11 +207,12 @@ class Inbox:
             self._changed.notify_all()
             return item
 
-    def _in_time(self, moment: float) -> bool:
+    def _in_time(self, stamp: Stamp) -> bool:
         """Say whether the model has time for a frame of this moment."""
+        moment, length = float(stamp.time), stamp.duration * float(stamp.time_base)
         if moment < self._due - 1e-3:
             return False
-        self._due = max(self._due, moment - self.pace) + self.pace
+        self._due = (max(self._due, moment - length) if self._due > -math.inf else moment) + self.pace
         return True
 
     def _drop_oldest(self) -> None:
@@ -224,24 +225,24 @@ class Inbox:
 class Ladder:
     """How much work the model gets: level 0 the asked size, 1 half of it, 2 plain resizing.
 
-    It goes down as soon as frames pile up, and up after a calm time, which doubles with every attempt that
-    brought it down again at once.
+    It goes down where frames pile up and their number does not fall, and up after a calm time, which doubles
+    with every attempt that brought it down again at once.
     """
 
     NAMES = ("full size", "half size", "plain resizing")
     CALM, LONGEST_CALM = 10.0, 160.0
 
     def __init__(self) -> None:
-        self.level = 0
+        self.level = self._backlog = 0
         self._calm = self.CALM
         self._since = self._raised_at = -math.inf
 
-    def after_block(self, late: bool, now: float) -> bool:
-        """Take note of whether frames pile up; return whether the level changed."""
-        if late:
+    def after_block(self, backlog: int, now: float) -> bool:
+        """Take note of the frames that wait beyond what is usual; return whether the level changed."""
+        grows, self._backlog = 0 < backlog >= self._backlog, backlog
+        if backlog:
             self._since = now
-            if self.level == len(self.NAMES) - 1:
-                return False
+        if grows and self.level < len(self.NAMES) - 1:
             relapse = now - self._raised_at < self.CALM
             self._calm = min(self.LONGEST_CALM, 2 * self._calm) if relapse else self.CALM
             self.level += 1

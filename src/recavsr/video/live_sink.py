@@ -40,7 +40,7 @@ _MPEGTS = Container(".ts", "mpegts", ("h264", "hevc"), "h264")
 _HLS_OPTIONS = {"hls_time": "2", "hls_list_size": "6", "hls_flags": "delete_segments+independent_segments"}
 _HLS = Container(".m3u8", "hls", ("h264", "hevc"), "h264", _HLS_OPTIONS)
 # Fragments keep what a crash interrupts; at the end the file becomes an ordinary one.
-_SAFE_MP4 = {"movflags": "+hybrid_fragmented+write_colr"}
+_SAFE_MP4 = {"movflags": "+hybrid_fragmented+delay_moov+write_colr", "movie_timescale": "90000"}
 
 _SCHEMES = {"rtmp": _FLV, "rtmps": _FLV, "srt": _MPEGTS, "udp": _MPEGTS, "tcp": _MPEGTS}
 
