@@ -2,11 +2,11 @@
 
     python benchmarks/live_loop.py [--seconds 300] [--model identity] [-o benchmarks/results/live_loop.json]
 
-An ffmpeg executable draws a white flash and sounds a tone in the first 80 ms of every second, and sends both
-as RTMP or MPEG-TS. It is killed at each of the drop-outs and started again. `recavsr live` sends what it makes
-as MPEG-TS over TCP to a second ffmpeg, which records it. In the recording each flash is compared with the beep
-nearest to it. The command is a process of its own: its memory is sampled, its events are its JSON lines. It is
-ended by an interrupt. The row goes into the result file in place of one with the same settings.
+An ffmpeg executable draws a white flash and sounds a tone in the first 80 ms of every second, and sends
+both as RTMP or MPEG-TS. It is killed at each of the drop-outs and started again. `recavsr live` sends what it
+makes as MPEG-TS over TCP to a second ffmpeg, which records it. In the recording each flash is compared with
+the beep nearest to it. The command is a process of its own: its memory is sampled, its events are its JSON
+lines. It is ended by an interrupt. The row goes into the result file in place of one with the same settings.
 """
 
 from __future__ import annotations
