@@ -2,8 +2,8 @@
 
     python benchmarks/first_block.py DATA [--model nano] [-o benchmarks/results/first_block.json]
 
-The held-out clips of the evaluation below the folder DATA, in its quick form (29 frames, crops of 320 pixels),
-degraded mildly. Frames 0 to 20 are the paper's first block; the others come after it with every length.
+The held-out clips of the evaluation below the folder DATA, in its quick form (29 frames, crops of 320
+pixels), degraded mildly. Frames 0 to 20 are the paper's first block; the others follow it at any length.
 """
 
 from __future__ import annotations

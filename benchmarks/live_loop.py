@@ -78,18 +78,22 @@ def record(url: str, path: Path) -> subprocess.Popen:
     return subprocess.Popen([*command, "-map", "0", "-c", "copy", str(path)], stderr=subprocess.DEVNULL)
 
 
-def pulses(path: Path) -> tuple[list[float], list[float], int]:
-    """Return when flashes and beeps begin in a recording, in seconds, and its number of frames."""
+def pulses(path: Path, rate: float = 25) -> tuple[list[float], list[float], int]:
+    """Return when flashes and beeps begin in a recording, in seconds, and its number of frames.
+
+    A flash whose first frame may have been dropped (the frame before it is missing) is left out.
+    """
     flashes, beeps, frames = [], [], 0
-    lit = False
+    lit, before = False, None
     sounding_until = -1.0
     with av.open(str(path)) as container:
         for frame in container.decode(video=0):
             frames += 1
             bright = float(frame.to_ndarray(format="gray")[::4, ::4].mean()) > 190
-            if bright and not lit:
+            whole = before is None or frame.time - before < 1.5 / rate
+            if bright and not lit and whole:
                 flashes.append(frame.time)
-            lit = bright
+            lit, before = bright, frame.time
     with av.open(str(path)) as container:
         for frame in container.decode(audio=0):
             loud = np.abs(frame.to_ndarray().astype(np.float32)).max(0) > 0.15
@@ -225,7 +229,7 @@ def run(
             recorder.wait(10)
         except subprocess.TimeoutExpired:
             recorder.kill()
-    flashes, beeps, frames = pulses(recording)
+    flashes, beeps, frames = pulses(recording, rate)
     apart = [1000 * offset for offset in offsets(flashes, beeps)]
     result = live.of("result")[-1]
     return {
@@ -254,7 +258,7 @@ def source_alone(folder: Path, size: tuple[int, int], rate: int) -> dict[str, fl
     """Return the same measure for the source itself, recorded without us: what the others compare with."""
     path = folder / "source.ts"
     send_pulses(str(path), size, rate, "mpegts", 6).wait()
-    apart = [1000 * offset for offset in offsets(*pulses(path)[:2])]
+    apart = [1000 * offset for offset in offsets(*pulses(path, rate)[:2])]
     return {"min": round(min(apart), 1), "max": round(max(apart), 1)}
 
 

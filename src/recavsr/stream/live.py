@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -63,6 +64,7 @@ FIRST_BLOCK_LATENTS = 2
 """The default first block of a live shot: 5 frames instead of 21."""
 
 _SENT_BEHIND = 32  # items between the model and the output
+_SOUND_EARLY = Fraction(1, 10)  # seconds that sound may begin before the first picture of its connection
 _CLOSE_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 
@@ -250,7 +252,8 @@ class _Reception:
                     if self.stop.is_set():
                         return
                     self._take(item)
-            if not self.source.comes_back or (self._reconnect == 0 and reader.why_ended is None):
+            goodbye = reader.why_ended is None and (reader.ends or self._reconnect == 0)
+            if goodbye or not self.source.comes_back:
                 self.cut_short = reader.why_ended
                 break
             reader = self._next_connection(reader.why_ended)
@@ -259,7 +262,7 @@ class _Reception:
     def _take(self, item: LiveFrame | SoundPacket) -> None:
         timeline = self._timeline
         if isinstance(item, SoundPacket):
-            if timeline.offset is not None:
+            if timeline.offset is not None and item.time + timeline.offset >= timeline.began - _SOUND_EARLY:
                 self._inbox.put(item.moved(timeline.offset))
             return
         at = timeline.now
@@ -385,7 +388,7 @@ class _Sending:
                     self._say("message", warning)
 
     def _connection(self, connection: Connection) -> None:
-        self._tracks = self._tracks or connection.tracks
+        self._tracks = connection.tracks
         if self._writer is not None:
             self._writer.begin_connection(connection.tracks)
         elif not self._ever_confirmed and self._backoff is None:
@@ -454,6 +457,9 @@ class _Sending:
             if not self._ever_confirmed:
                 raise InputError(f"{self.destination.shown}: can't be opened ({lost})") from None
             self._say("message", f"{self.destination.shown}: the last packets did not arrive ({lost})")
+        except InputError:
+            self._writer.abandon()
+            raise
 
 
 class _Run:
@@ -498,7 +504,7 @@ class _Run:
         except BaseException as error:
             self._error = self._error or error
         finally:
-            self._finish(sender, receiver)
+            self._finish(sender, receiver, _CLOSE_SECONDS if interrupted else math.inf)
         if self._error is not None:
             raise self._error
         picture = sending.picture
@@ -517,14 +523,14 @@ class _Run:
             interrupted=interrupted,
         )
 
-    def _finish(self, sender: threading.Thread, receiver: threading.Thread) -> None:
+    def _finish(self, sender: threading.Thread, receiver: threading.Thread, limit: float) -> None:
         """Let the output be completed. An interrupt that comes twice at once means the same as one."""
         self._reception.stop.set()
-        deadline = threading.Timer(_CLOSE_SECONDS, self._abort.set)
+        began, closed = time.monotonic(), False
+        deadline = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._abort.set)
         deadline.daemon = True
         deadline.start()
-        began, closed = time.monotonic(), False
-        while sender.is_alive() and time.monotonic() - began < _CLOSE_SECONDS:
+        while sender.is_alive() and time.monotonic() - began < limit:
             try:
                 if not closed:
                     self._channel.close()
@@ -537,6 +543,8 @@ class _Run:
                     raise
         deadline.cancel()
         receiver.join(_POLL_SECONDS)  # it may hang in a source that sends nothing
+        if sender.is_alive():
+            self._say("message", f"{self._sending.destination.shown}: not complete, it hangs")
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)

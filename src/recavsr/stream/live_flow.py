@@ -81,6 +81,8 @@ class Timeline:
         self._patience = patience
         self.offset: Fraction | None = None
         """What is added to the source's times; None while the connection has shown no picture yet."""
+        self.began = Fraction(0)
+        """When the first picture of the connection is shown in the output."""
         self._last: LiveFrame | None = None  # at the source's time
         self._begin = Fraction(0)  # when it is shown in the output
         self._arrived = 0.0
@@ -110,7 +112,7 @@ class Timeline:
             tick = self._begin + TIME_BASE
             if self.offset is None or passed <= -_CLOCK_REPAIR or passed > waited + _CLOCK_JUMP:
                 begin = self._begin + max(length, waited)
-                self.offset, gap = begin - here, float(waited)
+                self.offset, self.began, gap = begin - here, begin, float(waited)
             else:
                 begin = max(tick, here + self.offset)
                 silent = float(max(passed, waited))

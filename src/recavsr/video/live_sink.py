@@ -19,7 +19,7 @@ from typing import cast
 import av
 import av.error
 from av.container import OutputContainer
-from av.video.frame import VideoFrame
+from av.video.frame import PictureType, VideoFrame
 from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
@@ -44,7 +44,7 @@ _SAFE_MP4 = {"movflags": "+hybrid_fragmented+delay_moov+write_colr", "movie_time
 
 _SCHEMES = {"rtmp": _FLV, "rtmps": _FLV, "srt": _MPEGTS, "udp": _MPEGTS, "tcp": _MPEGTS}
 
-_KEY_FRAME_SECONDS = 2
+_KEY_FRAME_EVERY = Fraction(2)  # seconds
 _BITS_A_PIXEL = 0.12  # of a second's pixels: 3.3 Mbit/s for 720p at 30, 7.5 for 1080p
 _STREAM_QUALITY = "20"
 _SOUND_AHEAD_SECONDS = 10  # sound waits so long for the picture of its time, then it is written without
@@ -153,7 +153,7 @@ def choose_picture(
     options = dict(encoding.options)
     if encoding.library in ("libx264", "libx265"):
         options["tune"] = "zerolatency"
-        options["g"] = str(round(_KEY_FRAME_SECONDS * info.rate))
+        options["forced-idr"] = "1"
         if destination.network or bitrate is not None:
             most = bitrate or int(_BITS_A_PIXEL * size[0] * size[1] * info.rate)
             options |= {"maxrate": str(most), "bufsize": str(most)}
@@ -186,7 +186,7 @@ class LiveWriter:
         self._arrivals: dict[int, float] = {}
         self._last_picture: VideoFrame | None = None
         self._count = 0
-        self._until = Fraction(0)
+        self._until = self._next_key = Fraction(0)
         with self._failing():
             self._output = self._open()
             self._video = self._add_video()
@@ -308,6 +308,9 @@ class LiveWriter:
         image = self._from_rgb(frame.pixels)
         for pts in self._places(frame):
             image.pts, image.time_base = pts, self._video.codec_context.time_base
+            if frame.stamp.time >= self._next_key:  # by time, as frames may be dropped
+                self._next_key = frame.stamp.time + _KEY_FRAME_EVERY
+                image.pict_type = PictureType.I
             self._arrivals[pts] = frame.arrived
             self._count += 1
             for packet in self._video.encode(image):

@@ -90,7 +90,7 @@ class SoundEncoder:
         """Yield the encoder's packets for what the packet holds."""
         try:
             frames = self._decoder.decode(packet)
-        except av.error.InvalidDataError:  # a damaged packet is a short silence
+        except av.error.FFmpegError:  # a damaged packet is a short silence
             return
         for frame in frames:
             if self._resampler is None:

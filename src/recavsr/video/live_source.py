@@ -137,7 +137,7 @@ def resolve_live(
     """
     given = dict(options or {})
     if name == STDIN:
-        return LiveSource(name, "standard input", LiveKind.PIPE, options=given)
+        return LiveSource(name, "standard input", LiveKind.PIPE, None, given, patience=patience)
     device = _device(name)
     if device is not None:
         return LiveSource(device[1], name, LiveKind.DEVICE, device[0], given, patience=patience)
@@ -147,7 +147,7 @@ def resolve_live(
         if source.kind is not SourceKind.FILE:
             raise InputError(f"{name}: not a video; live takes a camera, a URL, a pipe or a video file")
         kind = LiveKind.PIPE if Path(name).is_fifo() else LiveKind.FILE
-        return LiveSource(name, name, kind, options=given)
+        return LiveSource(name, name, kind, None, given, patience=patience)
     protocol = scheme[1].lower()
     if protocol not in NETWORK_SCHEMES:
         raise InputError(f"{protocol}:// is not known; live takes {', '.join(NETWORK_SCHEMES)}")
@@ -245,7 +245,7 @@ class LiveReader(VideoReader):
     """One connection to a live source. Raises InputError if it can't be made or shows no picture.
 
     Iteration gives `LiveFrame` and `SoundPacket`, each as soon as it is there, at the source's own times; it
-    ends when the source does, and `why_ended` then says why. Files come in real time.
+    ends when the source does, and `why_ended` then says why. Files come in real time, also over HTTP.
     """
 
     def __init__(self, source: LiveSource, *, deinterlace: bool = False) -> None:
@@ -260,6 +260,12 @@ class LiveReader(VideoReader):
             self._end_relay()
             raise
 
+    @property
+    def ends(self) -> bool:
+        """Return whether it is a file: it has a length, and its end is no drop-out."""
+        over_http = self.live.name.startswith(("http:", "https:"))
+        return self.live.kind is LiveKind.FILE or (over_http and self.info.duration is not None)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -268,7 +274,7 @@ class LiveReader(VideoReader):
 
     def __iter__(self) -> Iterator[LiveFrame | SoundPacket]:  # type: ignore[override]
         try:
-            yield from self._paced() if self.live.kind is LiveKind.FILE else self._arriving()
+            yield from self._paced() if self.ends else self._arriving()
         except InputError as error:  # it goes on with a picture of another size or kind
             self.why_ended = str(error)
         except OSError as error:  # of a pipe; libav's own are told by `_demux_error`
