@@ -237,7 +237,8 @@ class _Reception:
         self.dropouts = 0
         self.cut_short: str | None = None
         self._inbox, self._reconnect, self._deinterlace, self._say = inbox, reconnect, deinterlace, say
-        self._timeline = Timeline(math.inf if source.kind is LiveKind.FILE else source.patience)
+        patience = math.inf if source.kind is LiveKind.FILE else source.patience
+        self._timeline = Timeline(patience, own_clock=source.kind is not LiveKind.PIPE)
         self._held_up = 0.0  # seconds for which we, not the source, were late
         self._away = False
         self._attempts = 0

@@ -75,10 +75,14 @@ class Backoff:
 
 
 class Timeline:
-    """Places the source's times on the output's clock."""
+    """Places the source's times on the output's clock.
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    More than `patience` seconds without a picture are a drop-out: by the source's clock, or where it has no
+    clock of its own (y4m in a pipe) by ours.
+    """
+
+    def __init__(self, patience: float, *, own_clock: bool = True) -> None:
+        self._patience, self._own_clock = patience, own_clock
         self.offset: Fraction | None = None
         """What is added to the source's times; None while the connection has shown no picture yet."""
         self.began = Fraction(0)
@@ -107,15 +111,18 @@ class Timeline:
         if self._last is None:
             self.offset, begin = -here, Fraction(0)
         else:
-            waited = Fraction(max(0.0, arrived - self._arrived)).limit_denominator(90_000)
             passed = here - self._last.stamp.time
+            if self._own_clock and arrived - self._arrived > self._patience / 2 > passed >= 0:
+                # a demuxer holds the last picture back until the connection is given up
+                arrived = self._arrived + float(passed)
+            waited = Fraction(max(0.0, arrived - self._arrived)).limit_denominator(90_000)
             tick = self._begin + TIME_BASE
             if self.offset is None or passed <= -_CLOCK_REPAIR or passed > waited + _CLOCK_JUMP:
                 begin = self._begin + max(length, waited)
                 self.offset, self.began, gap = begin - here, begin, float(waited)
             else:
                 begin = max(tick, here + self.offset)
-                silent = float(max(passed, waited))
+                silent = float(passed if self._own_clock else max(passed, waited))
                 gap = silent if silent > self._patience else 0.0
         self._last, self._begin, self._arrived = frame, begin, arrived
         pts, duration = round(begin / TIME_BASE), max(1, round(length / TIME_BASE))
