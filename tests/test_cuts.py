@@ -12,6 +12,7 @@ import pytest
 
 from media import LOSSLESS, ffmpeg
 from recavsr.errors import InputError
+from recavsr.geometry import BlockPlan
 from recavsr.stream.cuts import EditList
 from recavsr.stream.engine import upscale
 from recavsr.stream.session import Session
@@ -143,6 +144,15 @@ def test_every_shot_comes_out_as_it_would_alone(tiny: BlockModel) -> None:
     assert session.cuts == [23, 26, 34, 64]
     assert np.array_equal(out, np.concatenate([alone(tiny, frames) for frames in shots]))
     assert not np.array_equal(out, alone(tiny, film))
+
+
+def test_more_frames_left_after_a_cut_than_a_short_first_block_takes() -> None:
+    model = tiny_model(BlockPlan(first=2))
+    shots = [shot(6, 0), shot(20, 1)]  # the cut is in front of the second of a block's 8 frames
+    session = Session(model, LR, LR, detect_cuts=True)
+    out = np.concatenate([*session.push(np.concatenate(shots)), *session.flush()])
+    assert session.cuts == [6]
+    assert np.array_equal(out, np.concatenate([alone(model, frames) for frames in shots]))
 
 
 def test_a_saved_session_goes_on_cutting(tiny: BlockModel, tmp_path: Path) -> None:

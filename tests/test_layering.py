@@ -105,6 +105,7 @@ def test_importing_the_package_is_light() -> None:
         ["--help"],
         ["upscale", "--help"],
         ["batch", "--help"],
+        ["live", "--help"],
         ["degrade", "--help"],
         ["data", "--help"],
         ["--version"],

@@ -25,6 +25,7 @@ from recavsr.cli import (
     demo,
     doctor,
     evaluate,
+    live,
     models,
     route,
     train,
@@ -48,6 +49,7 @@ app = typer.Typer(
 # It says itself what to do about a second file name.
 app.command("upscale", context_settings={"allow_extra_args": True})(upscale.command)
 app.command("batch")(batch.command)
+app.command("live")(live.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("bench")(bench.command)

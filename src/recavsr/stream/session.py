@@ -194,7 +194,7 @@ class Session:
     def _ready(self, *, ending: bool = False) -> list[np.ndarray]:
         """Run the blocks that the waiting frames complete; at the end, or at a cut, also a short one."""
         done = []
-        while self._pending and (ending or self.frames_wanted == 0):
+        while self._pending and (ending or self.frames_wanted <= 0):  # less: left over from before a cut
             frames, thumbnails = np.concatenate(self._pending), self._thumbnails
             wanted = self.model.blocks.frames(self._block)
             cut = self._seen.first_cut(thumbnails[:wanted]) if self.detect_cuts else None

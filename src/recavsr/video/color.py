@@ -166,9 +166,19 @@ class ToRgb:
 
 
 class FromRgb:
-    """Converts RGB arrays [H, W, 3], uint8 or uint16, to frames of one pixel format and colour."""
+    """Converts RGB arrays [H, W, 3], uint8 or uint16, to frames of one pixel format and colour.
 
-    def __init__(self, pixel_format: str, tags: ColorTags, siting: str | None = None) -> None:
+    With a `size` (height, width) they are also brought to it (bicubic). `siting`: where chroma lies in it.
+    """
+
+    def __init__(
+        self,
+        pixel_format: str,
+        tags: ColorTags,
+        siting: str | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        self._size = (None, None) if size is None else size
         self._format = pixel_format
         self._tags = tags
         self._sited = None if siting is None else Sited(siting)
@@ -178,8 +188,11 @@ class FromRgb:
         """Return the frame, tagged."""
         name = "rgb48le" if pixels.dtype == np.uint16 else "rgb24"
         source = VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format=name)
+        height, width = self._size
         frame = self._reformatter.reformat(
             source if self._sited is None else self._sited(source),
+            width,
+            height,
             format=self._format,
             src_color_range=RANGE_FULL,
             dst_colorspace=_SWSCALE_MATRIX.get(self._tags.matrix),

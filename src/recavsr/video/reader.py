@@ -176,7 +176,7 @@ class VideoReader:
         self._last_end = Fraction(0)
         self._demux_error: str | None = None
         self._waiting_for_data = False
-        self.container = open_container(source)
+        self.container = self._open()
         try:
             self._stream = self._prepare()
             self._early: list[Packet] = []  # packets of other streams seen before the first frame
@@ -236,6 +236,9 @@ class VideoReader:
         self._finish(count, clock, video_ended)
 
     # -- opening -------------------------------------------------------------------------------------
+
+    def _open(self) -> InputContainer:
+        return open_container(self.source)
 
     def _prepare(self) -> VideoStream:
         stream = choose_stream(self.container, self.source)
@@ -331,7 +334,7 @@ class VideoReader:
             first = None
         if first is None or first.pts is None or first.pts * self.info.time_base > begin:
             self.container.close()
-            self.container = open_container(self.source)
+            self.container = self._open()
             self._stream = self._prepare()
             self._early = []
             self._decoded = self._decode()

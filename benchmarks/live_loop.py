@@ -1,0 +1,303 @@
+"""A live loop on loopback, with drop-outs, through `recavsr live`: do sound and picture stay together?
+
+    python benchmarks/live_loop.py [--seconds 300] [--model identity] [-o benchmarks/results/live_loop.json]
+
+An ffmpeg executable draws a white flash and sounds a tone in the first 80 ms of every second, and sends
+both as RTMP or MPEG-TS. It is killed at each of the drop-outs and started again. `recavsr live` sends what it
+makes as MPEG-TS over TCP to a second ffmpeg, which records it. In the recording each flash is compared with
+the beep nearest to it. The command is a process of its own: its memory is sampled, its events are its JSON
+lines. It is ended by an interrupt. The row goes into the result file in place of one with the same settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from recavsr.evaluation.environment import environment
+
+PULSE_SECONDS = 0.08
+_AWAY_SECONDS = (4.0, 8.0)
+_START_SECONDS = 60.0
+_WARM_SECONDS = 30.0  # memory is compared from here on
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback address that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def send_pulses(
+    url: str, size: tuple[int, int], rate: int, form: str, seconds: float = 3600
+) -> subprocess.Popen:
+    """Start an ffmpeg that sends flashes and beeps in real time; size is (width, height)."""
+    width, height = size
+    pulse = f"lt(mod(t,1),{PULSE_SECONDS})"
+    flash = f"drawbox=color=white:t=fill:enable='{pulse}'"
+    picture = f"testsrc=size={width}x{height}:rate={rate},lutyuv=y=val/2,{flash}"
+    tone = f"aevalsrc='if({pulse},0.8*sin(2*PI*1000*t),0)':s=48000"
+    inputs = [option for graph in (picture, tone) for option in ("-re", "-f", "lavfi", "-i", graph)]
+    video = ["-c:v", "libx264", "-preset", "ultrafast", "-tune", "zerolatency", "-g", str(rate)]
+    coding = [*video, "-pix_fmt", "yuv420p", "-c:a", "aac"]
+    command = [
+        "ffmpeg",
+        "-v",
+        "error",
+        "-nostdin",
+        "-y",
+        *inputs,
+        "-t",
+        str(seconds),
+        *coding,
+        "-f",
+        form,
+        url,
+    ]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+def record(url: str, path: Path) -> subprocess.Popen:
+    """Start an ffmpeg that waits at `url` for MPEG-TS and records it as it is."""
+    command = ["ffmpeg", "-v", "error", "-nostdin", "-y", "-listen", "1", "-f", "mpegts", "-i", url]
+    return subprocess.Popen([*command, "-map", "0", "-c", "copy", str(path)], stderr=subprocess.DEVNULL)
+
+
+def pulses(path: Path, rate: float = 25) -> tuple[list[float], list[float], int]:
+    """Return when flashes and beeps begin in a recording, in seconds, and its number of frames.
+
+    A flash whose first frame may have been dropped (the frame before it is missing) is left out.
+    """
+    flashes, beeps, frames = [], [], 0
+    lit, before = False, None
+    sounding_until = -1.0
+    with av.open(str(path)) as container:
+        for frame in container.decode(video=0):
+            frames += 1
+            bright = float(frame.to_ndarray(format="gray")[::4, ::4].mean()) > 190
+            whole = before is None or frame.time - before < 1.5 / rate
+            if bright and not lit and whole:
+                flashes.append(frame.time)
+            lit, before = bright, frame.time
+    with av.open(str(path)) as container:
+        for frame in container.decode(audio=0):
+            loud = np.abs(frame.to_ndarray().astype(np.float32)).max(0) > 0.15
+            for at in np.flatnonzero(loud):
+                moment = frame.time + at / frame.sample_rate
+                if moment > sounding_until + 0.2:
+                    beeps.append(moment)
+                sounding_until = moment
+    return flashes, beeps, frames
+
+
+def offsets(flashes: list[float], beeps: list[float]) -> list[float]:
+    """Return for each flash how much later (s) than its beep it comes; those without a beep are left out."""
+    found = []
+    for flash in flashes:
+        nearest = min(beeps, key=lambda beep: abs(beep - flash), default=None)
+        if nearest is not None and abs(nearest - flash) < 0.5:
+            found.append(flash - nearest)
+    return found
+
+
+class Memory(threading.Thread):
+    """Samples the resident memory of a process, in MB, about once a second."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(daemon=True)
+        self._process = process
+        self.samples: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        """Sample until the process is gone."""
+        began = time.monotonic()
+        while True:
+            try:
+                status = Path(f"/proc/{self._process}/status").read_text()
+            except OSError:
+                return
+            lines = [line for line in status.splitlines() if line.startswith("VmRSS")]
+            if not lines:
+                return
+            self.samples.append((time.monotonic() - began, int(lines[0].split()[1]) / 1024))
+            time.sleep(1)
+
+    def facts(self) -> dict[str, float]:
+        """Return the medians of the beginning (after warming up) and of the end, and the peak."""
+        warm = [mb for at, mb in self.samples if at >= min(_WARM_SECONDS, self.samples[-1][0] / 3)]
+        tenth = max(3, len(warm) // 10)
+        first, last = statistics.median(warm[:tenth]), statistics.median(warm[-tenth:])
+        return {"begin_mb": round(first, 1), "end_mb": round(last, 1), "peak_mb": round(max(warm), 1)}
+
+
+class Live:
+    """`recavsr live` as a process, and the events that it says."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "recavsr", "live", *arguments, "--json"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.events: list[dict[str, Any]] = []
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.events.append(json.loads(line))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind so far."""
+        return [event for event in list(self.events) if event["event"] == kind]
+
+    def wait_for(self, kind: str, count: int = 1, text: str = "", seconds: float = _START_SECONDS) -> None:
+        """Wait for the count-th event of a kind that contains a text."""
+        end = time.monotonic() + seconds
+        while sum(text in json.dumps(event) for event in self.of(kind)) < count:
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise RuntimeError(f"no {kind} {text!r}: {self.events[-3:]}")
+            time.sleep(0.05)
+
+    def end(self) -> int:
+        """Interrupt it as Ctrl-C does; return its exit code."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(30)
+        self._reading.join(5)
+        return code
+
+
+def run(
+    folder: Path,
+    *,
+    seconds: float,
+    away: tuple[float, ...],
+    size: tuple[int, int],
+    rate: int,
+    route: str,
+    arguments: list[str],
+) -> dict[str, Any]:
+    """Run the loop once and return what came out of it."""
+    source_port, sink_port = free_port(), free_port()
+    recording = folder / "recording.ts"
+    sink = f"tcp://127.0.0.1:{sink_port}"
+    source, form, listen = {
+        "rtmp": (f"rtmp://127.0.0.1:{source_port}/live/loop", "flv", ["--listen"]),
+        "tcp": (f"tcp://127.0.0.1:{source_port}", "mpegts", ["--listen"]),
+        "udp": (f"udp://127.0.0.1:{source_port}", "mpegts", []),
+    }[route]
+    recorder = record(sink, recording)
+    live = Live([source, sink, *listen, "--timeout", "2", *arguments])
+    memory = Memory(live.process.pid)
+    sender = None
+    try:
+        if listen:
+            live.wait_for("message", text="waiting for")
+            time.sleep(0.5)
+        sender = send_pulses(source, size, rate, form)
+        live.wait_for("connected", text='"source"')
+        memory.start()
+        stretch = seconds / (len(away) + 1)
+        for number, pause in enumerate(away, 1):
+            time.sleep(stretch)
+            sender.kill()
+            sender.wait()
+            live.wait_for("dropout", number, seconds=20)
+            time.sleep(pause)
+            sender = send_pulses(source, size, rate, form)
+            live.wait_for("reconnected", number, seconds=30)
+        time.sleep(stretch)
+        code = live.end()
+    finally:
+        for process in (sender, live.process):
+            if process is not None and process.poll() is None:
+                process.kill()
+        try:
+            recorder.wait(10)
+        except subprocess.TimeoutExpired:
+            recorder.kill()
+    flashes, beeps, frames = pulses(recording, rate)
+    apart = [1000 * offset for offset in offsets(flashes, beeps)]
+    result = live.of("result")[-1]
+    return {
+        "exit_code": code,
+        "seconds": seconds,
+        "source_away_s": list(away),
+        "dropouts_reported": len(live.of("dropout")),
+        "reconnections_reported": len(live.of("reconnected")),
+        "gaps_s": [event["gap_s"] for event in live.of("reconnected")],
+        "frames_recorded": frames,
+        "frames_dropped": result["dropped"],
+        "flashes": len(flashes),
+        "beeps": len(beeps),
+        "pairs": len(apart),
+        "picture_after_sound_ms": {
+            "median": round(statistics.median(apart), 1),
+            "min": round(min(apart), 1),
+            "max": round(max(apart), 1),
+        },
+        "latency_ms": {key: result[f"{key}_ms"] for key in ("p50", "p95", "max")},
+        "rss": memory.facts(),
+    }
+
+
+def source_alone(folder: Path, size: tuple[int, int], rate: int) -> dict[str, float]:
+    """Return the same measure for the source itself, recorded without us: what the others compare with."""
+    path = folder / "source.ts"
+    send_pulses(str(path), size, rate, "mpegts", 6).wait()
+    apart = [1000 * offset for offset in offsets(*pulses(path, rate)[:2])]
+    return {"min": round(min(apart), 1), "max": round(max(apart), 1)}
+
+
+def main(given: list[str] | None = None) -> None:
+    """Parse the command line, run, print and store the row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300, help="of source, drop-outs apart")
+    parser.add_argument("--away", type=float, nargs="*", default=list(_AWAY_SECONDS), help="drop-outs, in s")
+    parser.add_argument("--model", default="identity")
+    parser.add_argument("--size", default="320x180", help="of the source")
+    parser.add_argument("--rate", type=int, default=25)
+    parser.add_argument("--scale", default="2")
+    parser.add_argument("--route", choices=("rtmp", "tcp", "udp"), default="rtmp")
+    parser.add_argument("--late", default="drop")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args(given)
+    width, height = map(int, options.size.split("x"))
+    settings = {key: getattr(options, key) for key in ("model", "size", "rate", "scale", "route", "late")}
+    arguments = ["--model", options.model, "--scale", options.scale, "--late", options.late]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        alone = source_alone(folder, (width, height), options.rate)
+        measured = run(
+            folder,
+            seconds=options.seconds,
+            away=tuple(options.away),
+            size=(width, height),
+            rate=options.rate,
+            route=options.route,
+            arguments=arguments,
+        )
+    row = {**settings, **measured, "source_alone_ms": alone, "load_average": round(os.getloadavg()[0], 1)}
+    print(json.dumps(row, indent=1))
+    if options.output is not None:
+        stored = json.loads(options.output.read_text()) if options.output.exists() else {"rows": []}
+        rows = [old for old in stored["rows"] if any(old[key] != row[key] for key in settings)]
+        text = json.dumps({"environment": environment("cpu"), "rows": [*rows, row]}, indent=1)
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

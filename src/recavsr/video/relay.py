@@ -1,0 +1,124 @@
+"""Protocols that PyAV's libraries lack (SRT): an `ffmpeg` executable carries MPEG-TS to and fro."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import IO
+
+from recavsr.errors import InputError
+
+_TERMINATE_SECONDS = 3.0
+
+
+def ffmpeg_with(protocol: str) -> str:
+    """Return the path of an `ffmpeg` executable that speaks `protocol`; InputError if there is none."""
+    executable = shutil.which("ffmpeg")
+    if executable is None:
+        raise InputError(f"{protocol} needs an ffmpeg executable on the PATH, and there is none")
+    listed = subprocess.run(
+        [executable, "-hide_banner", "-protocols"], capture_output=True, text=True, check=False
+    )
+    if protocol not in listed.stdout.split():
+        raise InputError(f"{executable} was built without {protocol}; install an ffmpeg that has it")
+    return executable
+
+
+class Relay:
+    """A running `ffmpeg` that copies MPEG-TS from a URL to us, or from us to a URL.
+
+    It is libav's input or output (`read`, `write`). As an input it ends when the other side is gone, and on
+    POSIX systems when nothing came for `patience` seconds, or nothing at all in the first `connect_seconds`
+    (None: it waits as long as it takes).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        sending: bool,
+        patience: float | None = None,
+        connect_seconds: float | None = None,
+    ) -> None:
+        executable = ffmpeg_with(url.partition(":")[0])
+        soon = ["-analyzeduration", "500000"]  # ffmpeg looks at a stream for up to 5 s before it goes on
+        from_us = [*soon, "-f", "mpegts", "-i", "pipe:0", "-map", "0"]
+        to_us = [*soon, "-i", url, "-map", "0:v", "-map", "0:a?"]
+        arguments = (
+            [*from_us, "-flush_packets", "1", "-f", "mpegts", url]
+            if sending
+            else [*to_us, "-f", "mpegts", "pipe:1"]
+        )
+        self._patience, self._patience_later = connect_seconds, patience
+        self._silence: str | None = None
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._process = subprocess.Popen(
+            [executable, "-nostdin", "-v", "error", *arguments],
+            stdin=subprocess.PIPE if sending else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if sending else subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+            start_new_session=True,  # a Ctrl-C in the terminal is for us: we end it when all is written
+        )
+        atexit.register(self._process.kill)  # a thread that waits for it ends with us, without closing it
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes as they come; empty at the end."""
+        assert self._process.stdout is not None
+        try:
+            data = read_pipe(self._process.stdout.fileno(), size, self._patience)
+        except TimeoutError as error:
+            self._silence = str(error)
+            return b""
+        self._patience = self._patience_later
+        return data
+
+    def write(self, data: bytes) -> int:
+        """Send all of `data`."""
+        assert self._process.stdin is not None
+        view = memoryview(data)
+        while view:
+            view = view[self._process.stdin.write(view) :]
+        return len(data)
+
+    def why_ended(self) -> str | None:
+        """Return why it ended: silence, or the last thing that ffmpeg complained about, or None."""
+        if self._silence is not None:
+            return self._silence
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), None)
+
+    def close(self) -> None:
+        """End the process: after the last byte if we send, at once if we receive.
+
+        Raises OSError if what we sent did not get there.
+        """
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        else:
+            self._process.terminate()
+        try:
+            self._process.wait(_TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        atexit.unregister(self._process.kill)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        elif self._process.returncode:
+            raise OSError(self.why_ended() or f"ffmpeg ended with {self._process.returncode}")
+
+
+def read_pipe(handle: int, size: int, patience: float | None) -> bytes:
+    """Read what is in a pipe, waiting for it at most `patience` seconds (TimeoutError)."""
+    if patience is not None and sys.platform != "win32" and not select.select([handle], [], [], patience)[0]:
+        raise TimeoutError(f"no data for {patience:.3g} s")
+    return os.read(handle, size)
