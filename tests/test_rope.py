@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recavsr.geometry import Grid
-from recavsr.rope import THETA, AxisSplit, angles, grid_angles, rotate, rotation_table
+from recavsr.rope import THETA, AxisSplit, angles, rotate, rotation_table
 
 GRID = Grid(3, 4)
 CPU = torch.device("cpu")
@@ -56,11 +56,19 @@ def test_angles_stay_exact_at_a_million() -> None:
     assert table[0, 0, :, 1].tolist() == pytest.approx([math.sin(a) for a in wanted], abs=1e-7)
 
 
-def test_channels_belong_to_time_then_rows_then_columns() -> None:
-    angle = grid_angles((0, 7), GRID, AxisSplit(4, 6, 2)).view(3, 4, 2, 6)
-    assert torch.equal(angle[..., :2], angles(torch.tensor([0, 7]), 4).expand(3, 4, 2, 2))
-    assert torch.equal(angle[2, 1, 1, 2:5], angles(torch.tensor([2]), 6)[0])
-    assert angle[2, 3, 0, 5] == 3
+@pytest.mark.parametrize("streaming", [False, True])
+def test_channels_belong_to_time_then_rows_then_columns(streaming: bool) -> None:
+    with torch.inference_mode(streaming):
+        table = rotation_table((0, 7), GRID, AxisSplit(4, 6, 2), CPU)
+    table = table.view(3, 4, 2, 6, 2)  # row, column, time, pair, part
+
+    def cosines(position: int, channels: int) -> Tensor:
+        return angles(torch.tensor([position]), channels)[0].cos().float()
+
+    assert torch.equal(table[1, 3, 1, :2, 0], cosines(7, 4))
+    assert torch.equal(table[2, 1, 1, 2:5, 0], cosines(2, 6))
+    assert torch.equal(table[2, 3, 0, 5:, 0], cosines(3, 2))
+    assert table[2, 3, 0, 5, 1].item() == pytest.approx(math.sin(3))
 
 
 def test_rotation_turns_adjacent_pairs() -> None:

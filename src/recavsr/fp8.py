@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +34,25 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse).to(FLOAT8), inverse.float().reciprocal()
 
 
+@dataclass(frozen=True)
+class Float8Rows:
+    """Activations as `quantize_rows` returns them, and the shape [..., C] that they stand for."""
+
+    values: Tensor  # [rows, C]
+    scale: Tensor  # [rows, 1]
+    shape: torch.Size
+
+    @staticmethod
+    def of(x: Tensor) -> Float8Rows:
+        """Round `x` [..., C], on a card in one pass."""
+        flat = x.flatten(0, -2)
+        if x.is_cuda and x.dtype == torch.bfloat16 and find_spec("triton") is not None:
+            from recavsr.kernels import rows
+
+            return Float8Rows(*rows.quantize(flat, gelu=False), x.shape)
+        return Float8Rows(*quantize_rows(flat), x.shape)
+
+
 class FP8Linear(nn.Module):
     """A linear layer whose weight is float8; its input is scaled and rounded row by row at each call.
 
@@ -49,11 +71,11 @@ class FP8Linear(nn.Module):
         self.register_buffer("scale", scale.t().contiguous())  # [1, out]
         self.register_buffer("bias", bias.to(dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Float8Rows) -> Tensor:
         """Apply to [..., in]; the result has the dtype of the bias."""
-        values, scale = quantize_rows(x.flatten(0, -2))
-        out = scaled_product(values, scale, self.weight, self.scale, self.bias)
-        return out.unflatten(0, x.shape[:-1])
+        rows = x if isinstance(x, Float8Rows) else Float8Rows.of(x)
+        out = scaled_product(rows.values, rows.scale, self.weight, self.scale, self.bias)
+        return out.unflatten(0, rows.shape[:-1])
 
 
 def scaled_product(

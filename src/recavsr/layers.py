@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recavsr.fused import rms_norm
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, in float32; returns the input's dtype."""
@@ -23,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` [..., width]."""
-        return self.in_float32(x).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """Normalise `x` [..., width] and leave the result in float32."""

@@ -49,27 +49,45 @@ def angles(positions: Tensor, channels: int) -> Tensor:
     return positions.to(torch.float64)[:, None] * THETA**-exponent
 
 
-def grid_angles(times: Sequence[int], grid: Grid, split: AxisSplit) -> Tensor:
-    """Return the angles [rows x columns, len(times), channels // 2] of absolute positions, in float64."""
-    time = angles(torch.tensor(times), split.time)
-    down = angles(torch.arange(grid.height), split.rows)
-    across = angles(torch.arange(grid.width), split.columns)
-    shape = (grid.height, grid.width, len(times))
-    parts = (time, down[:, None, None], across[None, :, None])
-    return torch.cat([part.expand(*shape, -1) for part in parts], dim=-1).flatten(0, 1)
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # kept for training steps that may follow in the same process
-def rotation_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
+def rotation_table(times: Sequence[int], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
     """Return exp(i angle) as [N, T, channels // 2, 2] float32 (real, imaginary).
 
     Angles are reduced modulo 2 pi in float64, so position 10^6 is as exact as position 0: rotating
     queries and keys by absolute positions equals the paper's advancing time origin (Appendix A.2),
     since only differences of angles enter a score.
     """
-    angle = grid_angles(times, grid, split)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).float().to(device)
+    # A stream never comes back to a position: only training keeps whole tables.
+    make = _make_table if torch.is_inference_mode_enabled() else _kept_table
+    return make(tuple(times), grid, split, device)
+
+
+@torch.inference_mode(False)  # tensors that also serve training steps
+def _make_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
+    time = _turn(angles(torch.tensor(times), split.time))
+    if device.type == "cuda":  # a copy from pageable memory would wait for all work before it
+        time = time.pin_memory().to(device, non_blocking=True)
+    space = _space_table(grid, split, device)
+    shape = (grid.cells, len(times), -1, -1)
+    return torch.cat([time.expand(shape), space[:, None].expand(shape)], dim=2)
+
+
+@lru_cache(maxsize=16)
+def _kept_table(times: tuple[int, ...], grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
+    return _make_table(times, grid, split, device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _space_table(grid: Grid, split: AxisSplit, device: torch.device) -> Tensor:
+    """Return the part of rows and columns [N, channels // 2, 2], the same at all times."""
+    down = _turn(angles(torch.arange(grid.height), split.rows))[:, None]
+    across = _turn(angles(torch.arange(grid.width), split.columns))[None]
+    shape = (grid.height, grid.width, -1, -1)
+    return torch.cat([down.expand(shape), across.expand(shape)], dim=2).flatten(0, 1).to(device)
+
+
+def _turn(angle: Tensor) -> Tensor:
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -160,26 +160,28 @@ class GroupedAttention(nn.Module):
         key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
         key = key.permute(0, 3, 1, 2, 4)
         value = self.value_norm(heads(self.value(x))).permute(0, 3, 1, 2, 4)
-        before = 0
-        if history is not None:
-            before = history.keys.shape[3]
-            key = torch.cat([history.keys, key], dim=3)
-            value = torch.cat([history.values, value], dim=3)
         reach, frames = (config.window_latents - 1) * size, x.shape[2]
+        held = 0 if history is None else history.keys.shape[3]
         results = []
         for start in range(0, frames, size):
-            end = before + start + size
-            seen = slice(max(0, end - size - reach), end)
+            own, missing = slice(max(0, start - reach), start + size), min(held, max(0, reach - start))
+            earlier = None
+            if history is not None and missing:
+                past = slice(held - missing, held)
+                earlier = history.keys[..., past, :], history.values[..., past, :]
+            asked = query[:, :, :, start : start + size]
             results.append(
-                windowed_attention(
-                    query[:, :, :, start : start + size], key[..., seen, :], value[..., seen, :], window
-                )
+                windowed_attention(asked, key[..., own, :], value[..., own, :], window, earlier=earlier)
             )
         out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
         out = out.permute(0, 2, 3, 1, 4, 5).flatten(3)
-        keep = min(before + frames, reach)
-        kept = GroupHistory(*(y[..., y.shape[3] - keep :, :].clone() for y in (key, value)))
-        return kept, self.output(out)
+        stays = min(held, max(0, reach - frames))
+        kept = []
+        for old, new in ((history and history.keys, key), (history and history.values, value)):
+            new = new[..., max(0, frames - reach) :, :]
+            joined = torch.cat([old[..., held - stays :, :], new], dim=3) if old is not None and stays else new.clone()
+            kept.append(joined)
+        return GroupHistory(*kept), self.output(out)
 
 
 class SwiGLU(nn.Module):

@@ -110,7 +110,7 @@ class Session:
         self._start(self.shot if shot is None else shot)
 
     def fork(self) -> Session:
-        """Return an independent session that continues from here."""
+        """Return an independent session that continues from here: it gets a copy of the whole state."""
         other = Session(
             self.model,
             self.lr_size,
@@ -120,8 +120,7 @@ class Session:
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
         )
-        # States are never written to, so both sessions may hold the same one.
-        other._state, other._pending, other._block = self._state, list(self._pending), self._block
+        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
         other._seen, other._thumbnails = self._seen, list(self._thumbnails)
         other.cuts, other._pushed = list(self.cuts), self._pushed
         return other

@@ -90,7 +90,10 @@ class ReCaVSR:
         return after, frames
 
     def generate(self, state: StreamState, lr_frames: Tensor) -> tuple[GeneratorState, Tensor]:
-        """Make the SR latents [1, C, T, H, W] of the next block from its noise and LR frames (Eq. 1)."""
+        """Make the SR latents [1, C, T, H, W] of the next block from its noise and LR frames (Eq. 1).
+
+        The state given is spent; on a card its history is written over.
+        """
         config = self.generator.config
         stride = config.latent_stride
         latents = self.blocks.latents(state.block)
@@ -98,7 +101,8 @@ class ReCaVSR:
         noise = block_noise(shape, state.seed, state.shot, state.block)
         if self.device.type == "cuda":  # a copy from pageable memory would wait for the block before
             noise = noise.pin_memory().to(self.device, non_blocking=True)
-        return self.generator.step(state.generator, self.condition, noise, lr_frames)
+        in_place = self.device.type == "cuda"
+        return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place)
 
 
 def _fingerprint(*parts: nn.Module) -> str:
