@@ -1,7 +1,7 @@
 """Passes over tokens between products, each in one kernel on a card: residual, norm, rotation, float8.
 
-Shapes: B batch, N cells, T latents, C width, H heads, D channels of a head. The plain forms are what a CPU runs
-and what gradients flow through.
+Shapes: B batch, N cells, T latents, C width, H heads, D channels of a head. The plain forms are what a CPU
+runs and what gradients flow through.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def kernels_for(x: Tensor) -> bool:
     return x.is_cuda and sixteen and not torch.is_grad_enabled() and has_triton()
 
 
-def add_norm(x: Tensor, update: Tensor | None, eps: float, float8: bool) -> tuple[Tensor, Tensor | Float8Rows]:
+def add_norm(
+    x: Tensor, update: Tensor | None, eps: float, float8: bool
+) -> tuple[Tensor, Tensor | Float8Rows]:
     """Return x + update and its layer norm without weights, both [B, N, T, C].
 
     With `float8` the norm may come as float8, for a layer of float8 that takes it.
@@ -80,7 +82,7 @@ def norm_rotate(
 
 
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the GELU (tanh form) of a linear map of `x` [..., C]: on a card in the product's own last step."""
+    """Return the GELU (tanh form) of a linear map of `x` [..., C]; on a card the product does it itself."""
     if kernels_for(x):
         out = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
         return out.unflatten(0, x.shape[:-1])

@@ -56,7 +56,9 @@ def quantize(x: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(width)
     values = torch.empty(rows, width, dtype=FLOAT8, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    _quantize[(rows,)](x, values, scale, x.stride(0), C=width, BLOCK=block, GELU=gelu, num_warps=_warps(block))
+    _quantize[(rows,)](
+        x, values, scale, x.stride(0), C=width, BLOCK=block, GELU=gelu, num_warps=_warps(block)
+    )
     return values, scale
 
 

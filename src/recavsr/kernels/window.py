@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -55,7 +54,9 @@ def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, keys: int) -> t
     """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid."""
 
     def unions(spans: Sequence[range], side: int) -> list[int]:
-        return [spans[min(a + side, len(spans)) - 1].stop - spans[a].start for a in range(0, len(spans), side)]
+        return [
+            spans[min(a + side, len(spans)) - 1].stop - spans[a].start for a in range(0, len(spans), side)
+        ]
 
     rows, columns = window.rows(grid), window.columns(grid)
 
@@ -136,7 +137,14 @@ def window_attention(
 
 
 @triton.jit
-def _first(cell, reach: tl.constexpr, side: tl.constexpr, extent: tl.constexpr, stride: tl.constexpr, cut: tl.constexpr):
+def _first(
+    cell,
+    reach: tl.constexpr,
+    side: tl.constexpr,
+    extent: tl.constexpr,
+    stride: tl.constexpr,
+    cut: tl.constexpr,
+):
     """Return where the window of a cell begins on one axis; a cut one may begin outside."""
     first = cell // stride * stride - reach
     if not cut:
@@ -178,8 +186,14 @@ def _window_attention(
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])
 
     # The union of the tile's windows, and whether it is the window of each of them.
-    top, bottom = _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT), _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)
-    left, right = _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT), _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)
+    top, bottom = (
+        _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
+        _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
+    )
+    left, right = (
+        _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
+        _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
+    )
     shared = (top == bottom) & (left == right)
     top, bottom = tl.maximum(top, 0), tl.minimum(bottom + SIDE_H, GRID_H)
     left, right = tl.maximum(left, 0), tl.minimum(right + SIDE_W, GRID_W)

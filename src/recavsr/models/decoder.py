@@ -175,13 +175,11 @@ class GroupedAttention(nn.Module):
             )
         out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
         out = out.permute(0, 2, 3, 1, 4, 5).flatten(3)
-        stays = min(held, max(0, reach - frames))
-        kept = []
-        for old, new in ((history and history.keys, key), (history and history.values, value)):
-            new = new[..., max(0, frames - reach) :, :]
-            joined = torch.cat([old[..., held - stays :, :], new], dim=3) if old is not None and stays else new.clone()
-            kept.append(joined)
-        return GroupHistory(*kept), self.output(out)
+        kept = GroupHistory(key[..., max(0, frames - reach) :, :], value[..., max(0, frames - reach) :, :])
+        if history is not None and frames < reach:
+            before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
+            kept = GroupHistory(*(torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors())))
+        return kept.clone(), self.output(out)  # a copy: the history must not keep the whole block alive
 
 
 class SwiGLU(nn.Module):
@@ -339,7 +337,7 @@ class FlashDecoder(nn.Module):
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
 
         first = state.next_position
-        split = self.backbone[0].attention.split if self.backbone else self.refinement[0].attention.split
+        split = AxisSplit.flash_decoder(self.config.width // self.config.heads)
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
         window = plan_window(grid, self.config.window, x.device)

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         return self.to_q(x), self.to_k(x), self.to_v(x)
 
     def heads_of(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys (both normalised and rotated) and values [B, N, T, H, D] of `x` [B, N, T, C]."""
+        """Return queries and keys, normalised and rotated, and values [B, N, T, H, D] of `x` [B, N, T, C]."""
 
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (self.heads, -1))

@@ -63,7 +63,7 @@ class FusedSelfAttention(SelfAttention):
         self.norm_q, self.norm_k = plain.norm_q, plain.norm_k
 
     def heads_of(self, x: Tensor | Float8Rows, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys (both normalised and rotated) and values [B, N, T, H, D] of `x` [B, N, T, C]."""
+        """Return queries and keys, normalised and rotated, and values [B, N, T, H, D] of `x` [B, N, T, C]."""
         qkv = self.to_qkv(x)
         norms = (self.norm_q.weight, self.norm_k.weight, self.norm_q.eps)
         query, key = norm_rotate(qkv, *norms, rotation, self.heads)
@@ -109,7 +109,8 @@ class FoldedBlock(nn.Module):
         del cross.norm_k
         ffn = block.ffn
         self.ffn = FoldedFeedForward(
-            make(*_after_norm(ffn.up.weight, ffn.up.bias, 1 + scale_f, shift_f)), make(*_gated(ffn.down, gate_f))
+            make(*_after_norm(ffn.up.weight, ffn.up.bias, 1 + scale_f, shift_f)),
+            make(*_gated(ffn.down, gate_f)),
         )
 
     def forward(

@@ -8,6 +8,7 @@ LR frames --> generator.step --> SR latents --> decoder.step --> frames
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +71,7 @@ class ReCaVSR:
         with torch.inference_mode():
             self.condition = generator.condition(prompt)  # the same for every block of every stream
         self.fingerprint = _fingerprint(generator, decoder)
+        self._noise = NoiseAhead(self.device) if self.device.type == "cuda" else block_noise
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
@@ -98,9 +100,7 @@ class ReCaVSR:
         stride = config.latent_stride
         latents = self.blocks.latents(state.block)
         shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
-        noise = block_noise(shape, state.seed, state.shot, state.block)
-        if self.device.type == "cuda":  # a copy from pageable memory would wait for the block before
-            noise = noise.pin_memory().to(self.device, non_blocking=True)
+        noise = self._noise(shape, state.seed, state.shot, state.block)
         in_place = self.device.type == "cuda"
         return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place)
 
@@ -120,6 +120,30 @@ def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Ten
     mixed = int(np.random.SeedSequence((seed, shot, block)).generate_state(1, np.uint64)[0])
     generator = torch.Generator().manual_seed(mixed & (2**63 - 1))
     return torch.randn(shape, generator=generator)
+
+
+class NoiseAhead:
+    """Gives a card what `block_noise` gives, and makes that of the next block while the card computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._worker = device, ThreadPoolExecutor(1)
+        self._ahead: tuple[tuple[Any, ...], Future[Tensor]] | None = None
+
+    def __call__(self, shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
+        """Return the noise of a block, on the device."""
+        asked = (shape, seed, shot, block)
+        if self._ahead is not None and self._ahead[0] == asked:
+            noise = self._ahead[1].result()
+        else:
+            noise = self._make(*asked)
+        following = (shape, seed, shot, block + 1)
+        self._ahead = following, self._worker.submit(self._make, *following)
+        return noise.to(self._device, non_blocking=True)
+
+    @staticmethod
+    def _make(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
+        # Page-locked: a copy from other memory would wait for all work before it.
+        return block_noise(shape, seed, shot, block).pin_memory()
 
 
 @dataclass(frozen=True)
