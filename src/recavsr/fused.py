@@ -48,6 +48,17 @@ def add_norm(
     return x, F.layer_norm(x, x.shape[-1:], eps=eps)  # statistics are float32 for every dtype
 
 
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + update [..., C] and its RMS norm with a weight [C], computed in float32."""
+    if kernels_for(x):
+        from recavsr.kernels import rows
+
+        total, normal, _ = rows.add_norm(x.flatten(0, -2), update.flatten(0, -2), eps, weight, False)
+        return total.view(x.shape), normal.view(x.shape)
+    x = x + update
+    return x, rms_norm(x, weight, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of `x` [..., C] with a weight [C], computed in float32, in the dtype of `x`."""
     if kernels_for(x) and x.shape[-1] >= 128 and x.is_contiguous():
@@ -97,3 +108,41 @@ def gelu_float8(x: Tensor) -> Tensor | Float8Rows:
         values, scale = rows.quantize(x.flatten(0, -2), gelu=True)
         return Float8Rows(values, scale, x.shape)
     return F.gelu(x, approximate="tanh")
+
+
+def rotate_heads(
+    qkv: Tensor,
+    heads: int,
+    groups: int,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    eps: float,
+    rotation: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [B, N, T, H, D], keys and values [B, N, T, G, D] of `qkv` [B, N, T, (H + 2 G) D].
+
+    Queries are rotated, keys normed (RMS over D) and rotated, values normed.
+    """
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    counts = [heads, groups, groups]
+    if kernels_for(qkv):
+        from recavsr.kernels import rows
+
+        norms = (key_weight, value_weight, eps)
+        out = rows.rotate_heads(qkv.flatten(0, -2), heads, groups, *norms, rotation.flatten(0, 1))
+        query, key, value = out.view(*qkv.shape[:-1], -1, width).split(counts, dim=-2)
+        return query, key, value
+    query, key, value = qkv.unflatten(-1, (-1, width)).split(counts, dim=-2)
+    normal = F.rms_norm(key.float(), key_weight.shape, key_weight.float(), eps)
+    query, key = (rotate(y, rotation).to(qkv.dtype) for y in (query, normal))
+    return query, key, rms_norm(value, value_weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) up [..., C] of `gate_up` [..., 2 C], gates first."""
+    if kernels_for(gate_up):
+        from recavsr.kernels import rows
+
+        return rows.swiglu(gate_up.flatten(0, -2)).unflatten(0, gate_up.shape[:-1])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

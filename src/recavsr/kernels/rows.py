@@ -90,6 +90,43 @@ def norm_rotate(
     return query, key
 
 
+def rotate_heads(
+    qkv: Tensor, heads: int, groups: int, key_weight: Tensor, value_weight: Tensor, eps: float, table: Tensor
+) -> Tensor:
+    """Return queries, keys and values [rows, (heads + 2 groups) D] of a product of that shape.
+
+    Queries are rotated, keys normed (RMS over D) and rotated, values normed. `table` is as in `norm_rotate`.
+    """
+    rows, width = qkv.shape
+    together = heads + 2 * groups
+    out, lines = torch.empty_like(qkv), 32
+    _rotate_heads[(triton.cdiv(rows * together, lines),)](
+        qkv,
+        key_weight,
+        value_weight,
+        table,
+        out,
+        rows * together,
+        len(table),
+        eps,
+        HEADS=heads,
+        GROUPS=groups,
+        D=width // together,
+        LINES=lines,
+        num_warps=4,
+    )
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) up [rows, C] of `gate_up` [rows, 2 C], gates first."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    block = triton.next_power_of_2(width)
+    _swiglu[(rows,)](gate_up, out, C=width, BLOCK=block, num_warps=_warps(block))
+    return out
+
+
 # ------------------------------------------------------------------------------------------------ kernels
 
 
@@ -159,3 +196,41 @@ def _norm_rotate(
     turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
     out = tl.reshape(turned, [2 * PAIRS]).to(out_at.dtype.element_ty)
     tl.store(out_at + row * C + channel, out, mask=here)
+
+
+@triton.jit
+def _rotate_heads(
+    qkv_at, key_weight_at, value_weight_at, table_at, out_at, lines, table_rows, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    # A line is one head of one row.
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    channel, pair = tl.arange(0, D), tl.arange(0, D // 2)
+    here = (line < lines)[:, None]
+    head = line % (HEADS + 2 * GROUPS)
+    is_query, is_value = (head < HEADS)[:, None], (head >= HEADS + GROUPS)[:, None]
+    place = line[:, None] * D + channel[None, :]
+    x = tl.load(qkv_at + place, mask=here, other=0.0).to(tl.float32)
+    key_weight = tl.load(key_weight_at + channel).to(tl.float32)[None, :]
+    value_weight = tl.load(value_weight_at + channel).to(tl.float32)[None, :]
+    factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * tl.where(is_value, value_weight, key_weight)
+    x = tl.where(is_query, x, x * factor)
+    real, imaginary = tl.split(tl.reshape(x, [LINES, D // 2, 2]))
+    row = line // (HEADS + 2 * GROUPS) % table_rows
+    turn = table_at + row[:, None] * D + 2 * pair[None, :]
+    turns = here & (head < HEADS + GROUPS)[:, None]
+    cos, sin = tl.load(turn, mask=turns, other=1.0), tl.load(turn + 1, mask=turns, other=0.0)
+    out = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
+    tl.store(out_at + place, tl.reshape(out, [LINES, D]).to(out_at.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _swiglu(gate_up_at, out_at, C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    here = channel < C
+    gate = tl.load(gate_up_at + row * 2 * C + channel, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_at + row * 2 * C + C + channel, mask=here, other=0.0).to(tl.float32)
+    tl.store(
+        out_at + row * C + channel, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), mask=here
+    )

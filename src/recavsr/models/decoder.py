@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
+from recavsr.fused import add_rms_norm
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
 from recavsr.rope import AxisSplit, rotate, rotation_table
@@ -145,21 +146,24 @@ class GroupedAttention(nn.Module):
         self.key_norm = RMSNorm(head_width, config.eps)
         self.value_norm = RMSNorm(head_width, config.eps)
 
+    def heads_of(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, N, F, H, D], keys and values [B, N, F, G, D] of `x` [B, N, F, C]."""
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.config.width // self.config.heads))
+
+        query = rotate(heads(self.query(x)), rotation).to(x.dtype)
+        key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
+        return query, key, self.value_norm(heads(self.value(x)))
+
     def step(
         self, history: GroupHistory | None, x: Tensor, rotation: Tensor, window: WindowPlan
     ) -> tuple[GroupHistory, Tensor]:
         """Attend for the next frames `x` [B, N, F, C], F a multiple of the group size."""
         config, size = self.config, self.group_frames
-        width = config.width // config.heads
-
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, width))
-
-        query = rotate(heads(self.query(x)), rotation).to(x.dtype)
+        query, key, value = self.heads_of(x, rotation)
         query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
-        key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
-        key = key.permute(0, 3, 1, 2, 4)
-        value = self.value_norm(heads(self.value(x))).permute(0, 3, 1, 2, 4)
+        key, value = (y.permute(0, 3, 1, 2, 4) for y in (key, value))
         reach, frames = (config.window_latents - 1) * size, x.shape[2]
         held = 0 if history is None else history.keys.shape[3]
         results = []
@@ -211,8 +215,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[GroupHistory, Tensor]:
         """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions."""
         history, attended = self.attention.step(history, self.attention_norm(x), rotation, window)
-        x = x + attended
-        return history, x + self.feed_forward(self.feed_forward_norm(x))
+        norm = self.feed_forward_norm
+        x, normal = add_rms_norm(x, attended, norm.weight, norm.eps)
+        return history, x + self.feed_forward(normal)
 
 
 class LinearHead(nn.Module):
