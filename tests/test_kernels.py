@@ -52,7 +52,7 @@ def test_window_attention_equals_its_definition(
     )  # as products give it
     before = torch.randn(2, 1, 2, grid.cells, past, 16).half()
     pieces = [tuple(before), tuple(now)] if past else [tuple(now)]
-    launch = interpreted.window.Launch(queries=8 * latents * repeats, keys=16, warps=4, stages=2)
+    launch = interpreted.window.Launch(queries=8 * latents * repeats, keys=16, block=(2, 4))
     ours = interpreted.window.window_attention(query, pieces, grid, window, launch)
     key, value = (torch.cat(pair, dim=3) for pair in zip(*pieces))
     wanted = reference_attention(query.float(), key.float(), value.float(), grid, window)
@@ -60,23 +60,22 @@ def test_window_attention_equals_its_definition(
     torch.testing.assert_close(ours.float(), wanted, atol=2e-3, rtol=2e-3)
 
 
-def test_the_tile_of_the_kernel_fits_and_is_the_cheapest(interpreted: Any) -> None:
-    grid, window = Grid(34, 60), SpatialWindow(22, 40)
-    height, width = interpreted.window.tile_of_cells(grid, window, 64, 64)
+def test_the_tile_of_the_kernel_fits_and_is_cheap(interpreted: Any) -> None:
+    grid, window, launch = Grid(34, 60), SpatialWindow(22, 40), interpreted.window.Launch()
+    height, width, fits = interpreted.window.tile_of_cells(grid, window, 64, launch)
     assert height * width <= 64
-    assert interpreted.window.tile_of_cells(grid, window, 1, 64) == (1, 1)
+    assert fits
+    assert interpreted.window.tile_of_cells(grid, window, 1, launch)[:2] == (1, 1)
+    assert not interpreted.window.tile_of_cells(Grid(23, 60), window, 64, launch)[2]  # 24 rows of blocks
 
-    def steps(height: int, width: int) -> int:
+    def area(height: int, width: int) -> int:
         rows = [window.rows(grid)[y : y + height] for y in range(0, 34, height)]
         columns = [window.columns(grid)[x : x + width] for x in range(0, 60, width)]
-        area = [
-            (down[-1].stop - down[0].start) * (across[-1].stop - across[0].start)
-            for down in rows
-            for across in columns
-        ]
-        return sum(-(-cells // 64) for cells in area)
+        down = [-(-(span[-1].stop - span[0].start) // 4) for span in rows]
+        across = [-(-(span[-1].stop - span[0].start) // 8) for span in columns]
+        return sum(down) * sum(across)
 
-    assert steps(height, width) <= min(steps(8, 8), steps(4, 16), steps(1, 60))
+    assert area(height, width) <= min(area(8, 8), area(4, 16), area(1, 60))
 
 
 def plain_heads(x: Tensor, weight: Tensor, table: Tensor, heads: int) -> Tensor:

@@ -3,9 +3,9 @@
 Shapes: B batch, G key/value heads, R query heads for each of them, T latents, N cells, D channels.
 
 A program takes the queries of a small rectangle of cells, all their latents and all heads of one group,
-and walks over the union of their windows, latent by latent. Keys of the union that a query does not see
-are masked; where all queries of the rectangle share one window (at borders that windows are shifted
-from), there is nothing to mask. Softmax runs along (exp2, statistics in float32).
+and walks over the union of their windows, latent by latent, in blocks of a few rows and columns of keys.
+Only where some of its queries do not see a block is there anything to mask. Softmax runs along (exp2,
+statistics in float32).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is cut: queries of a program, keys of a step, warps, depth of the pipeline."""
+    """How the kernel is cut: queries of a program, keys of a step in blocks, warps, depth of the pipeline."""
 
-    queries: int = 128
+    queries: int = 64
     keys: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 2
+    block: tuple[int, int] = (4, 8)  # rows and columns of keys that lie together; divides `keys`
 
 
 def launch_for(head_width: int) -> Launch:
@@ -50,26 +51,32 @@ def supports(query: Tensor) -> bool:
 
 
 @lru_cache(maxsize=64)
-def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, keys: int) -> tuple[int, int]:
-    """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid."""
+def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, launch: Launch) -> tuple[int, int, bool]:
+    """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid.
 
-    def unions(spans: Sequence[range], side: int) -> list[int]:
-        return [
-            spans[min(a + side, len(spans)) - 1].stop - spans[a].start for a in range(0, len(spans), side)
-        ]
+    Also returns whether the blocks of every union of windows fit into the grid.
+    """
+
+    def blocks(spans: Sequence[range], side: int, block: int) -> list[int]:
+        lasts = [spans[min(start + side, len(spans)) - 1].stop for start in range(0, len(spans), side)]
+        return [-(-(last - span.start) // block) for last, span in zip(lasts, spans[::side])]
 
     rows, columns = window.rows(grid), window.columns(grid)
+    high, wide = launch.block
+    at_once = launch.keys // (high * wide)
 
     def steps(shape: tuple[int, int]) -> int:
-        down, across = unions(rows, shape[0]), unions(columns, shape[1])
-        return sum(-(-height * width // keys) for height in down for width in across)
+        down, across = blocks(rows, shape[0], high), blocks(columns, shape[1], wide)
+        return sum(-(-height * width // at_once) for height in down for width in across)
 
     shapes = [
         (height, width)
         for height in range(1, min(cells, grid.height) + 1)
         for width in range(1, min(cells // height, grid.width) + 1)
     ]
-    return min(shapes, key=steps)
+    best = min(shapes, key=steps)
+    fits = high * max(blocks(rows, best[0], high)) <= grid.height
+    return *best, fits and wide * max(blocks(columns, best[1], wide)) <= grid.width
 
 
 def window_attention(
@@ -86,7 +93,7 @@ def window_attention(
     batch, groups, cells, latents, repeats, width = query.shape
     launch = launch or launch_for(width)
     a_cell = latents * repeats
-    tile = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch.keys)
+    *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch)
     tiles = -(-grid.height // tile[0]) * -(-grid.width // tile[1])
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
     (key, value), (more_keys, more_values) = pieces[0], pieces[-1]
@@ -126,6 +133,9 @@ def window_attention(
         D=width,
         QUERIES=max(launch.queries, triton.next_power_of_2(a_cell)),
         KEYS=launch.keys,
+        BLOCK_H=launch.block[0],
+        BLOCK_W=launch.block[1],
+        FITS=fits,
         TWO=len(pieces) > 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -165,7 +175,8 @@ def _window_attention(
     GRID_H: tl.constexpr, GRID_W: tl.constexpr, TILE_H: tl.constexpr, TILE_W: tl.constexpr,
     SIDE_H: tl.constexpr, SIDE_W: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     STRIDE: tl.constexpr, CUT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TWO: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
+    FITS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     tiles_across: tl.constexpr = (GRID_W + TILE_W - 1) // TILE_W
     tile = tl.program_id(0)
@@ -185,21 +196,17 @@ def _window_attention(
     place = cell * q_n + latent * q_t + head * q_r
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])
 
-    # The union of the tile's windows, and whether it is the window of each of them.
-    top, bottom = (
-        _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
-        _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
-    )
-    left, right = (
-        _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
-        _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
-    )
-    shared = (top == bottom) & (left == right)
-    top, bottom = tl.maximum(top, 0), tl.minimum(bottom + SIDE_H, GRID_H)
-    left, right = tl.maximum(left, 0), tl.minimum(right + SIDE_W, GRID_W)
-    height, width = bottom - top, right - left
-    row_first = _first(row, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)
-    column_first = _first(column, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)
+    # Of the windows of the tile: where the first and the last begin, and their union in blocks of keys.
+    top, low = _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT), _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)
+    left, right = _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT), _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)
+    begin_y, begin_x = tl.maximum(top, 0), tl.maximum(left, 0)
+    blocks_y = tl.cdiv(tl.minimum(low + SIDE_H, GRID_H) - begin_y, BLOCK_H)
+    blocks_x = tl.cdiv(tl.minimum(right + SIDE_W, GRID_W) - begin_x, BLOCK_W)
+    if FITS:  # blocks that would reach over the border move back inside
+        begin_y = tl.minimum(begin_y, GRID_H - blocks_y * BLOCK_H)
+        begin_x = tl.minimum(begin_x, GRID_W - blocks_x * BLOCK_W)
+    row_first = _first(row, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)[:, None]
+    column_first = _first(column, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)[:, None]
 
     total = tl.zeros([QUERIES, D], tl.float32)
     largest = tl.full([QUERIES], -1e30, tl.float32)  # finite: a step may hold no visible key
@@ -207,37 +214,51 @@ def _window_attention(
     keys, values = key_at + batch * k_b + group * k_g, value_at + batch * v_b + group * v_g
     if TWO:
         keys2, values2 = key2_at + batch * k2_b + group * k2_g, value2_at + batch * v2_b + group * v2_g
-    area = height * width
-    # Division by multiplying with the rounded-up reciprocal: exact for indices below 2^16.
-    by_width = 0xFFFFFFFF // width.to(tl.uint32) + 1
-    start, past = area * 0, 0
-    for _ in range((latents + latents2) * ((area + KEYS - 1) // KEYS)):
-        number = start + tl.arange(0, KEYS)
-        inside = number < area
-        number = tl.minimum(number, area - 1)
-        key_row = tl.where(width > 1, tl.umulhi(number.to(tl.uint32), by_width).to(tl.int32), number)
-        key_column = number - key_row * width + left
-        key_row += top
-        key_cell = key_row * GRID_W + key_column
-        key = tl.load(keys + key_cell[:, None] * k_n + channel[None, :])
-        score = tl.dot(query, tl.trans(key)) * scale
-        if shared:
-            score += tl.where(inside, 0.0, float("-inf"))[None, :]
+    key_index = tl.arange(0, KEYS)
+    block_of_key = key_index // (BLOCK_H * BLOCK_W)
+    row_in_block, column_in_block = key_index // BLOCK_W % BLOCK_H, key_index % BLOCK_W
+    block_y, block_x, past = blocks_y * 0, blocks_x * 0, 0
+    for _ in range((latents + latents2) * tl.cdiv(blocks_y * blocks_x, KEYS // (BLOCK_H * BLOCK_W))):
+        # The next blocks of keys, row by row; what is left over at the end of a latent stands far away.
+        key_row, key_column, load_row = row_in_block, column_in_block, row_in_block
+        clear = block_y < blocks_y
+        for block in tl.static_range(KEYS // (BLOCK_H * BLOCK_W)):
+            first_row, first_column = begin_y + block_y * BLOCK_H, begin_x + block_x * BLOCK_W
+            exists = block_y < blocks_y
+            clear = clear & exists & (first_row >= low) & (first_row + BLOCK_H <= top + SIDE_H)
+            clear = clear & (first_column >= right) & (first_column + BLOCK_W <= left + SIDE_W)
+            if not FITS:
+                clear = clear & (first_row + BLOCK_H <= GRID_H) & (first_column + BLOCK_W <= GRID_W)
+            mine = block_of_key == block
+            key_row += tl.where(mine, tl.where(exists, first_row, FAR), 0)
+            load_row += tl.where(mine, tl.where(exists, first_row, begin_y), 0)
+            key_column += tl.where(mine, first_column, 0)
+            block_x += 1
+            block_y += (block_x == blocks_x).to(tl.int32)
+            block_x = tl.where(block_x == blocks_x, 0, block_x)
+        key_cell = load_row * GRID_W + key_column
+        key_places, value_places = key_cell[:, None] * k_n + channel[None, :], key_cell[:, None] * v_n + channel[None, :]
+        if FITS:
+            key = tl.load(keys + key_places)
+            value = tl.load(values + value_places)
         else:
-            down = (tl.where(inside, key_row, FAR)[None, :] - row_first[:, None]).to(tl.uint32)
-            across = (key_column[None, :] - column_first[:, None]).to(tl.uint32)
-            score = tl.where((down < SIDE_H) & (across < SIDE_W), score, float("-inf"))
-        above = tl.maximum(largest, tl.max(score, 1))
-        share = tl.exp2(score - above[:, None])
+            on_grid = (load_row < GRID_H) & (key_column < GRID_W)
+            key = tl.load(keys + key_places, mask=on_grid[:, None], other=0.0)
+            value = tl.load(values + value_places, mask=on_grid[:, None], other=0.0)
+            key_row = tl.where(on_grid, key_row, FAR)
+        score = tl.dot(query, tl.trans(key))
+        if not clear:
+            down = (key_row[None, :] - row_first).to(tl.uint32) < SIDE_H
+            across = (key_column[None, :] - column_first).to(tl.uint32) < SIDE_W
+            score += tl.where(down, 0.0, float("-inf")) + tl.where(across, 0.0, float("-inf"))
+        above = tl.maximum(largest, tl.max(score, 1) * scale)
+        share = tl.exp2(score * scale - above[:, None])
         fade = tl.exp2(largest - above)
         weight = weight * fade + tl.sum(share, 1)
-        total = total * fade[:, None]
-        value = tl.load(values + key_cell[:, None] * v_n + channel[None, :])
-        total = tl.dot(share.to(value.dtype), value, total)
+        total = tl.dot(share.to(value.dtype), value, total * fade[:, None])
         largest = above
-        start += KEYS
-        done = start >= area
-        start = tl.where(done, 0, start)
+        done = block_y >= blocks_y
+        block_y, block_x = tl.where(done, 0, block_y), tl.where(done, 0, block_x)
         keys += tl.where(done, k_t, 0)
         values += tl.where(done, v_t, 0)
         if TWO:
