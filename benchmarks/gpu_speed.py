@@ -47,7 +47,7 @@ from recavsr.evaluation.speed import (
 from recavsr.fp8 import Float8Rows, FP8Linear, quantize_rows
 from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate, rms_norm
 from recavsr.geometry import Grid
-from recavsr.kernels.window import Launch, launch_for, window_attention
+from recavsr.kernels.window import LAUNCHES, Launch, window_attention
 from recavsr.rope import AxisSplit, rotate, rotation_table
 
 CARD = torch.device("cuda")
@@ -59,26 +59,32 @@ ROUTE = {2: 10, 3: 2, 4: 8, 6: 6, 7: 4}
 GENERATOR = (SpatialWindow(22, 40), 24, 2, 1, 128)  # window, groups, latents, heads of a group, channels
 BACKBONE = (SpatialWindow(24, 24, border="cut"), 2, 1, 4, 64)
 REFINEMENT = (SpatialWindow(24, 24, border="cut"), 2, 4, 4, 64)
-CASES = {  # name: grid, kind, latents of history, launches to try: queries, keys, warps, stages
+CASES = {  # name: grid, kind, latents of history, launches: queries,keys,warps,stages,rows x columns,registers
     "generator 34x60": (
         Grid(34, 60),
         GENERATOR,
         2,
-        "128,64,8,2 128,64,8,3 128,64,8,4 128,128,8,2 64,64,4,2 64,64,4,3 64,128,4,2 64,32,4,3 128,32,8,4 "
-        "256,64,16,2",
+        "128,64,8,2,4,8,128 128,32,8,3,4,8,128 256,64,16,2,4,8,128 256,32,16,3,4,8,128 "
+        "64,64,4,2,4,8,0 64,32,4,3,4,8,0 128,64,8,3,4,8,0 128,128,8,2,4,8,0 128,64,8,2,2,8,128",
     ),
-    "generator 68x120": (Grid(68, 120), GENERATOR, 2, "128,64,8,3 128,128,8,2 64,64,4,2 64,64,4,3"),
+    "generator 68x120": (
+        Grid(68, 120),
+        GENERATOR,
+        2,
+        "128,64,8,2,4,8,128 256,64,16,2,4,8,128 64,64,4,2,4,8,0 128,128,8,2,4,8,0",
+    ),
     "decoder backbone 68x120": (
         Grid(68, 120),
         BACKBONE,
         1,
-        "128,64,8,2 128,64,4,2 128,64,4,3 64,64,4,3 128,128,8,2 64,128,4,2 256,64,8,3",
+        "128,64,8,2,4,8,128 128,64,8,3,4,8,128 64,64,4,3,4,8,0 64,64,4,3,4,8,128 64,64,4,3,2,8,0 "
+        "128,64,4,2,4,8,0 64,128,4,2,4,8,0 64,32,4,3,4,8,0",
     ),
     "decoder refinement 68x120": (
         Grid(68, 120),
         REFINEMENT,
         4,
-        "128,64,8,3 128,64,4,3 64,64,4,3 128,128,8,2 64,128,4,2 256,64,8,3",
+        "128,64,8,2,4,8,128 64,64,4,3,4,8,0 64,64,4,3,4,8,128 128,64,4,2,4,8,0",
     ),
 }
 
@@ -163,7 +169,8 @@ def _error(got: Tensor, wanted: Tensor) -> float:
 
 
 def _launches(text: str) -> list[Launch]:
-    return [Launch(*map(int, launch.split(","))) for launch in text.split()]
+    numbers = [tuple(map(int, launch.split(","))) for launch in text.split()]
+    return [Launch(*cut[:4], block=cut[4:6], registers=cut[6] or None) for cut in numbers]
 
 
 def _compile(case: str, launch: Launch) -> None:
@@ -200,7 +207,11 @@ def tune() -> None:
         key, value = (torch.cat(pair, dim=3) for pair in zip(before, now))
         flat = [x.flatten(2, -2) for x in (query, key, value)]
         say(f"  {name} dense: {milliseconds(lambda: F.scaled_dot_product_attention(*flat), CARD, 5):.3f} ms")  # noqa: B023
-        if kind is not GENERATOR or best is None:
+        if best is None:
+            continue
+        if name in ("generator 34x60", "decoder backbone 68x120"):
+            LAUNCHES[width] = best[1]  # what follows in this run uses it
+        if kind is not GENERATOR:
             continue
         total, dense = 0.0, 0.0
         for seen, layers in ROUTE.items():
@@ -219,6 +230,11 @@ def tune() -> None:
 @torch.inference_mode()
 def block(model: Any, precision: str, ceilings: Any) -> None:
     """Measure a stream, its parts and its floor."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    model.step(model.start(*SIZE), random_frames(21, SIZE, CARD))
+    torch.cuda.synchronize()
+    say(f"  {precision} very first block: {time.perf_counter() - began:.2f} s, kernels compiled or loaded")
     row, state = measure_stream(model, whole(model), SIZE, 105)
     say(f"  {precision} whole:", row, _elapsed())
     say(f"  {precision} generator:", measure_stream(model, generator_alone(model), SIZE, 85)[0])
@@ -358,7 +374,7 @@ def main() -> int:
     say(environment("cuda"))
     ceilings = measure_ceilings(CARD, precisions)
     say("ceilings:", ceilings.rounded(), _elapsed())
-    say("launch:", launch_for(128), launch_for(64))
+    say("launches:", LAUNCHES)
 
     def late() -> bool:
         return time.perf_counter() - BEGAN > given.seconds

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recavsr.fused import kernels_for
 from recavsr.geometry import Grid
+from recavsr.kernels import kernels_for
 
 Border = Literal["shift", "cut"]
 

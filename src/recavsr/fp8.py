@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
+
+from recavsr.kernels import kernels_for
 
 FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FLOAT8).max
@@ -46,7 +47,7 @@ class Float8Rows:
     def of(x: Tensor) -> Float8Rows:
         """Round `x` [..., C], on a card in one pass."""
         flat = x.flatten(0, -2)
-        if x.is_cuda and x.dtype == torch.bfloat16 and find_spec("triton") is not None:
+        if kernels_for(x):
             from recavsr.kernels import rows
 
             return Float8Rows(*rows.quantize(flat, gelu=False), x.shape)

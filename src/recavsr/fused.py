@@ -6,27 +6,13 @@ runs and what gradients flow through.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.fp8 import Float8Rows
+from recavsr.kernels import kernels_for
 from recavsr.rope import rotate
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether kernels can be compiled here."""
-    return find_spec("triton") is not None
-
-
-def kernels_for(x: Tensor) -> bool:
-    """Return whether `x` goes through kernels: on a card, in a 16-bit type, without gradients."""
-    sixteen = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and sixteen and not torch.is_grad_enabled() and has_triton()
 
 
 def add_norm(

@@ -28,18 +28,18 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is cut: queries of a program, keys of a step in blocks, warps, depth of the pipeline."""
+    """How the kernel is cut: queries of a program, keys of a step, warps, depth of the pipeline."""
 
-    queries: int = 64
+    queries: int = 128
     keys: int = 64
-    warps: int = 4
+    warps: int = 8
     stages: int = 2
     block: tuple[int, int] = (4, 8)  # rows and columns of keys that lie together; divides `keys`
+    registers: int | None = 128  # the most that a thread may use: two programs then share a multiprocessor
 
 
-def launch_for(head_width: int) -> Launch:
-    """Return the launch that measured best on Hopper cards."""
-    return Launch()
+LAUNCHES: dict[int, Launch] = {64: Launch(), 128: Launch()}
+"""By channels of a head, what measured best on Hopper cards."""
 
 
 def supports(query: Tensor) -> bool:
@@ -91,7 +91,7 @@ def window_attention(
     Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
     """
     batch, groups, cells, latents, repeats, width = query.shape
-    launch = launch or launch_for(width)
+    launch = launch or LAUNCHES.get(width, Launch())
     a_cell = latents * repeats
     *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch)
     tiles = -(-grid.height // tile[0]) * -(-grid.width // tile[1])
@@ -139,6 +139,7 @@ def window_attention(
         TWO=len(pieces) > 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
+        maxnreg=launch.registers,
     )
     return out
 
@@ -197,8 +198,14 @@ def _window_attention(
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])
 
     # Of the windows of the tile: where the first and the last begin, and their union in blocks of keys.
-    top, low = _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT), _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)
-    left, right = _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT), _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)
+    top, low = (
+        _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
+        _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
+    )
+    left, right = (
+        _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
+        _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
+    )
     begin_y, begin_x = tl.maximum(top, 0), tl.maximum(left, 0)
     blocks_y = tl.cdiv(tl.minimum(low + SIDE_H, GRID_H) - begin_y, BLOCK_H)
     blocks_x = tl.cdiv(tl.minimum(right + SIDE_W, GRID_W) - begin_x, BLOCK_W)
@@ -237,7 +244,10 @@ def _window_attention(
             block_y += (block_x == blocks_x).to(tl.int32)
             block_x = tl.where(block_x == blocks_x, 0, block_x)
         key_cell = load_row * GRID_W + key_column
-        key_places, value_places = key_cell[:, None] * k_n + channel[None, :], key_cell[:, None] * v_n + channel[None, :]
+        key_places, value_places = (
+            key_cell[:, None] * k_n + channel[None, :],
+            key_cell[:, None] * v_n + channel[None, :],
+        )
         if FITS:
             key = tl.load(keys + key_places)
             value = tl.load(values + value_places)

@@ -315,13 +315,15 @@ class FlashDecoder(nn.Module):
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
             return self._step(state, sr_latents, lr_frames)
         _check_counts(state, sr_latents, lr_frames)
-        frames, first = [], 0
-        for piece in sr_latents.split(PIECE_LATENTS, dim=2):
+        frames, first = lr_frames.new_empty(lr_frames.shape, dtype=torch.float32), 0
+        # A card is full with one latent; its memory is what counts.
+        for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
-            state, made = self._step(state, piece, lr_frames[:, :, first : first + count])
-            frames.append(made)
+            state, frames[:, :, first : first + count] = self._step(
+                state, piece, lr_frames[:, :, first : first + count]
+            )
             first += count
-        return state, torch.cat(frames, dim=2)
+        return state, frames
 
     def _step(
         self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
