@@ -3,11 +3,11 @@
     PYTHONPATH=src python benchmarks/gpu_speed.py            # everything, by importance, about 4 minutes
     PYTHONPATH=src python benchmarks/gpu_speed.py --parts check,tune
 
-Parts: `check` (kernels against plain forms at real shapes), `tune` (how the window kernel is cut, against
-dense attention), `block` (a stream of random 5B weights: times, parts, floor, peak memory), `profile` (one
-steady block, kernel by kernel), `decoder` (torch.compile of it), `rows` (passes over tokens: kernels against
-torch.compile). A part that fails prints its traceback, and the next one begins. `recavsr bench` measures
-whole streams.
+Parts, in this order: `tune` (how the window kernel is cut, against dense attention; what follows uses the
+best), `block` (a stream of random 5B weights: times, parts, floor, peak memory), `profile` (one steady block,
+kernel by kernel), `4k` (a short stream at 2176 x 3840), `check` (kernels against plain forms at real shapes),
+`decoder` (torch.compile of it), `rows` (passes over tokens: kernels against torch.compile). A part that fails
+prints its traceback, and the next one begins. `recavsr bench` measures whole streams.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ ROUTE = {2: 10, 3: 2, 4: 8, 6: 6, 7: 4}
 GENERATOR = (SpatialWindow(22, 40), 24, 2, 1, 128)  # window, groups, latents, heads of a group, channels
 BACKBONE = (SpatialWindow(24, 24, border="cut"), 2, 1, 4, 64)
 REFINEMENT = (SpatialWindow(24, 24, border="cut"), 2, 4, 4, 64)
-CASES = {  # name: grid, kind, latents of history, launches: queries,keys,warps,stages,rows x columns,registers
+# Name: grid, kind, latents of history, launches (queries, keys, warps, stages, block of keys, registers).
+CASES = {
     "generator 34x60": (
         Grid(34, 60),
         GENERATOR,
@@ -253,6 +254,12 @@ def block(model: Any, precision: str, ceilings: Any) -> None:
         f"{200 * issued:.2f} ms to issue one")  # fmt: skip
 
 
+def large(model: Any, precision: str) -> None:
+    """Measure a short stream at 4K."""
+    row, _ = measure_stream(model, whole(model), (2176, 3840), 45)
+    say(f"  {precision} 2176x3840 whole:", row, _elapsed())
+
+
 @torch.inference_mode()
 def profile(model: Any, precision: str) -> None:
     """Print where one steady block spends its time, kernel by kernel."""
@@ -366,7 +373,7 @@ def attempt(name: str, call: Callable[[], None]) -> None:
 def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="check,block,profile,tune,rows,decoder")
+    parser.add_argument("--parts", default="tune,block,profile,4k,check,decoder,rows")
     parser.add_argument("--precision", default="bf16,fp8")
     parser.add_argument("--seconds", type=float, default=225, help="begin no further part after so long")
     given = parser.parse_args()
@@ -379,27 +386,27 @@ def main() -> int:
     def late() -> bool:
         return time.perf_counter() - BEGAN > given.seconds
 
-    if "check" in parts:
-        attempt("check", check)
     if "tune" in parts and not late():
         attempt("tune", tune)
+    made: list[Any] = []
     for precision in precisions:
-        if late() or not {"block", "profile", "decoder"} & set(parts):
+        if late() or not {"block", "profile", "4k", "decoder"} & set(parts):
             break
-        made: list[Any] = []
-        options = Options(model=RANDOM_5B, sizes=((1920, 1080),), precisions=(precision,))
-        attempt(f"model {precision}", lambda: made.append(open_model(options, CARD, precision)))  # noqa: B023
-        if not made:
-            continue
-        if "block" in parts:
-            attempt(f"block {precision}", partial(block, made[0], precision, ceilings))
-        if "profile" in parts and not late():
-            attempt(f"profile {precision}", partial(profile, made[0], precision))
-        if "decoder" in parts and precision == precisions[-1] and not late():
-            attempt("decoder", partial(decoder, made[0]))
         made.clear()
         gc.collect()
         torch.cuda.empty_cache()
+        options = Options(model=RANDOM_5B, sizes=((1920, 1080),), precisions=(precision,))
+        attempt(f"model {precision}", lambda: made.append(open_model(options, CARD, precision)))  # noqa: B023
+        if made and "block" in parts:
+            attempt(f"block {precision}", partial(block, made[0], precision, ceilings))
+        if made and "profile" in parts and not late():
+            attempt(f"profile {precision}", partial(profile, made[0], precision))
+        if made and "4k" in parts and not late():
+            attempt(f"4k {precision}", partial(large, made[0], precision))
+    if "check" in parts and not late():
+        attempt("check", check)
+    if "decoder" in parts and made and not late():
+        attempt("decoder", partial(decoder, made[0]))
     if "rows" in parts and not late():
         attempt("rows", rows)
     say("done", _elapsed())

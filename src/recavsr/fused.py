@@ -111,7 +111,7 @@ def rotate_heads(
     """
     width = qkv.shape[-1] // (heads + 2 * groups)
     counts = [heads, groups, groups]
-    if kernels_for(qkv):
+    if kernels_for(qkv) and width & (width - 1) == 0:
         from recavsr.kernels import rows
 
         norms = (key_weight, value_weight, eps)

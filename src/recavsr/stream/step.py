@@ -132,10 +132,8 @@ class NoiseAhead:
     def __call__(self, shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
         """Return the noise of a block, on the device."""
         asked = (shape, seed, shot, block)
-        if self._ahead is not None and self._ahead[0] == asked:
-            noise = self._ahead[1].result()
-        else:
-            noise = self._make(*asked)
+        ahead = self._ahead  # once: another thread may put its own there
+        noise = ahead[1].result() if ahead and ahead[0] == asked else self._make(*asked)
         following = (shape, seed, shot, block + 1)
         self._ahead = following, self._worker.submit(self._make, *following)
         return noise.to(self._device, non_blocking=True)
