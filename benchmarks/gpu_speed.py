@@ -3,11 +3,11 @@
     PYTHONPATH=src python benchmarks/gpu_speed.py            # everything, by importance, about 4 minutes
     PYTHONPATH=src python benchmarks/gpu_speed.py --parts check,tune
 
-Parts, in this order: `tune` (how the window kernel is cut, against dense attention; what follows uses the
-best), `block` (a stream of random 5B weights: times, parts, floor, peak memory), `profile` (one steady block,
-kernel by kernel), `4k` (a short stream at 2176 x 3840), `check` (kernels against plain forms at real shapes),
-`decoder` (torch.compile of it), `rows` (passes over tokens: kernels against torch.compile). A part that fails
-prints its traceback, and the next one begins. `recavsr bench` measures whole streams.
+Parts, in this order: `tune` (how the window kernel is cut, against dense attention), `block` (a stream of
+random 5B weights: times, parts, floor, peak memory), `profile` (one steady block, kernel by kernel), `4k` (a
+short stream at 2176 x 3840), `check` (kernels against plain forms at real shapes), `rows` (passes over
+tokens: kernels against torch.compile). A part that fails prints its traceback, and the next one begins.
+`recavsr bench` measures whole streams.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from recavsr.evaluation.speed import (
 from recavsr.fp8 import Float8Rows, FP8Linear, quantize_rows
 from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate, rms_norm
 from recavsr.geometry import Grid
-from recavsr.kernels.window import LAUNCHES, Launch, window_attention
+from recavsr.kernels.window import Launch, window_attention
 from recavsr.rope import AxisSplit, rotate, rotation_table
 
 CARD = torch.device("cuda")
@@ -210,8 +210,6 @@ def tune() -> None:
         say(f"  {name} dense: {milliseconds(lambda: F.scaled_dot_product_attention(*flat), CARD, 5):.3f} ms")  # noqa: B023
         if best is None:
             continue
-        if name in ("generator 34x60", "decoder backbone 68x120"):
-            LAUNCHES[width] = best[1]  # what follows in this run uses it
         if kind is not GENERATOR:
             continue
         total, dense = 0.0, 0.0
@@ -333,25 +331,6 @@ def rows() -> None:
         say(f"  {name}, torch.compile: {took * 1000:.1f} us", _elapsed())
 
 
-@torch.inference_mode()
-def decoder(model: Any) -> None:
-    """Time the decoder as it is and compiled."""
-    part = model.decoder
-    state = part.start()
-    frames = random_frames(8, SIZE, CARD).to(torch.bfloat16)
-    latents = torch.randn(1, 48, 2, SIZE[0] // 16, SIZE[1] // 16, device=CARD)
-    state, _ = part.step(state, torch.cat([latents] * 3, 2), random_frames(21, SIZE, CARD).to(torch.bfloat16))
-    state, _ = part.step(state, latents, frames)
-    say(f"  decoder: {milliseconds(lambda: part.step(state, latents, frames), CARD):.2f} ms", _elapsed())
-    plain = type(part.backbone[0]).step
-    try:
-        type(part.backbone[0]).step = torch.compile(plain, dynamic=False)
-        took = milliseconds(lambda: part.step(state, latents, frames), CARD)
-        say(f"  decoder, compiled layers: {took:.2f} ms")
-    finally:
-        type(part.backbone[0]).step = plain
-
-
 # -------------------------------------------------------------------------------------------------------- run
 
 
@@ -373,7 +352,7 @@ def attempt(name: str, call: Callable[[], None]) -> None:
 def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="tune,block,profile,4k,check,decoder,rows")
+    parser.add_argument("--parts", default="tune,block,profile,4k,check,rows")
     parser.add_argument("--precision", default="bf16,fp8")
     parser.add_argument("--seconds", type=float, default=225, help="begin no further part after so long")
     given = parser.parse_args()
@@ -381,7 +360,6 @@ def main() -> int:
     say(environment("cuda"))
     ceilings = measure_ceilings(CARD, precisions)
     say("ceilings:", ceilings.rounded(), _elapsed())
-    say("launches:", LAUNCHES)
 
     def late() -> bool:
         return time.perf_counter() - BEGAN > given.seconds
@@ -390,7 +368,7 @@ def main() -> int:
         attempt("tune", tune)
     made: list[Any] = []
     for precision in precisions:
-        if late() or not {"block", "profile", "4k", "decoder"} & set(parts):
+        if late() or not {"block", "profile", "4k"} & set(parts):
             break
         made.clear()
         gc.collect()
@@ -405,8 +383,6 @@ def main() -> int:
             attempt(f"4k {precision}", partial(large, made[0], precision))
     if "check" in parts and not late():
         attempt("check", check)
-    if "decoder" in parts and made and not late():
-        attempt("decoder", partial(decoder, made[0]))
     if "rows" in parts and not late():
         attempt("rows", rows)
     say("done", _elapsed())

@@ -38,8 +38,13 @@ class Launch:
     registers: int | None = 128  # the most that a thread may use: two programs then share a multiprocessor
 
 
-LAUNCHES: dict[int, Launch] = {64: Launch(), 128: Launch()}
-"""By channels of a head, what measured best on Hopper cards."""
+def launch_for(head_width: int, queries_of_a_cell: int) -> Launch:
+    """Return what measured best on an H100 (docs/performance.md)."""
+    if head_width > 64:
+        return Launch(block=(2, 8))
+    if queries_of_a_cell >= 16:  # many queries share a small union of windows
+        return Launch(queries=64, warps=4, stages=3, registers=None)
+    return Launch()
 
 
 def supports(query: Tensor) -> bool:
@@ -91,8 +96,8 @@ def window_attention(
     Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
     """
     batch, groups, cells, latents, repeats, width = query.shape
-    launch = launch or LAUNCHES.get(width, Launch())
     a_cell = latents * repeats
+    launch = launch or launch_for(width, a_cell)
     *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch)
     tiles = -(-grid.height // tile[0]) * -(-grid.width // tile[1])
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)

@@ -177,8 +177,9 @@ class GroupedAttention(nn.Module):
             results.append(
                 windowed_attention(asked, key[..., own, :], value[..., own, :], window, earlier=earlier)
             )
-        out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
-        out = out.permute(0, 2, 3, 1, 4, 5).flatten(3)
+        # Joined in the order that the next product reads, which is that of the kernel's results in memory.
+        ordered = [result.permute(0, 2, 3, 1, 4, 5) for result in results]  # B N F G R D
+        out = (torch.cat(ordered, dim=2) if len(ordered) > 1 else ordered[0]).flatten(3)
         kept = GroupHistory(key[..., max(0, frames - reach) :, :], value[..., max(0, frames - reach) :, :])
         if history is not None and frames < reach:
             before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recavsr import attention, causal_conv
+from recavsr import attention
 from recavsr.attention import SpatialWindow, plan_window
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
@@ -124,11 +124,11 @@ def plan_memory(
         tokens, seen = grid.cells * latents, blocks.rest + max(capacity)
         piece, decoded = min(PIECE_FRAMES, frames), min(PIECE_LATENTS, latents)
         return {
-            # Unshuffled, joined to the history, padded; the norm works in two float32 copies.
+            # Unshuffled, joined to the history; the norm works in two float32 copies; taps beside each other.
             "projector": beside
             + 3 * value * (piece + 3) * cells.cells * pixels
             + (value + 2 * 4) * -(-piece // 2) * cells.cells * first
-            + causal_conv._PIECE_BYTES,
+            + 4 * value * -(-piece // 2) * cells.cells * pixels,
             # Results of products, their float32 norms and rotations, keys and values joined to the history.
             "attention": beside
             + tokens * width * (8 * value + 4 * 4)

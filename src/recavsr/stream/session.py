@@ -202,6 +202,8 @@ class Session:
         if count < wanted:
             frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
         lr_frames = prepare_lr_frames(frames, self.out_size, self.model.size_multiple, self.model.device)
+        if self.color_fix != "adain":
+            lr_frames = lr_frames.to(self.model.dtype)  # the larger ones are not kept beside a block's work
         self._state, sr_frames = self.model.step(self._state, lr_frames)
         height, width = self.out_size
         if self.color_fix == "adain":

@@ -30,6 +30,7 @@ class BlockModel(Protocol):
     size_multiple: int  # the padded output size is a multiple of this many pixels
     blocks: BlockPlan
     device: torch.device
+    dtype: torch.dtype  # of the LR frames that it takes; others are converted
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> Any:
         """Return the state at the start of a shot, for a padded output size."""
@@ -67,7 +68,7 @@ class ReCaVSR:
         self.name, self.blocks = name, blocks
         self.generator, self.decoder = generator, decoder
         self.size_multiple = generator.config.token_stride
-        self.device = prompt.device
+        self.device, self.dtype = prompt.device, generator.head.weight.dtype
         with torch.inference_mode():
             self.condition = generator.condition(prompt)  # the same for every block of every stream
         self.fingerprint = _fingerprint(generator, decoder)
@@ -83,7 +84,7 @@ class ReCaVSR:
 
         Frames are not clamped. The state given is spent.
         """
-        lr_frames = lr_frames.to(self.generator.head.weight.dtype)
+        lr_frames = lr_frames.to(self.dtype)
         generator, sr_latents = self.generate(state, lr_frames)
         decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames)
         after = StreamState(
@@ -157,6 +158,7 @@ class IdentityModel:
     name = "identity"
     fingerprint = ""
     size_multiple = 1
+    dtype = torch.float32
 
     def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = BlockPlan()) -> None:  # noqa: B008
         self.device, self.blocks = torch.device(device), blocks
