@@ -17,8 +17,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each xdist worker its fair share of the cores, and let interrupts through.
 
     A shell starts what it runs in the background with interrupts ignored; tests that interrupt need
-    them here and in what they start.
+    them here and in what they start. Without a card Triton interprets kernels; it decides that when it is
+    first imported.
     """
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))

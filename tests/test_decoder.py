@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.geometry import frames_of_latents
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
+from recavsr.models.folded_decoder import pack
 from recavsr.models.presets import nano_decoder, recavsr_5b_decoder
 from tiny import CHANNELS, DECODER, STRIDE, one_thread, tiny_decoder
 
@@ -54,6 +56,15 @@ def test_pieces_equal_the_whole(head: str, sizes: list[int], window_latents: int
     assert whole.shape == lr_frames.shape
     assert whole.dtype == torch.float32
     torch.testing.assert_close(decode(model, latents, lr_frames, sizes), whole, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"heads": 4, "groups": 2, "window_latents": 3}], ids=str)
+def test_packed_products_change_nothing(changes: dict[str, int]) -> None:
+    model, latents_and_frames = tiny_decoder(**changes), clip(7)
+    wanted = decode(model, *latents_and_frames, [3, 4])
+    packed = pack(copy.deepcopy(model))
+    torch.testing.assert_close(decode(packed, *latents_and_frames, [3, 4]), wanted, atol=2e-6, rtol=0)
+    assert sum(p.numel() for p in packed.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -19,6 +19,7 @@ from recavsr.models.generator import (
     GeneratorState,
     teacher_forced_recycled,
 )
+from recavsr.models.kv_history import KVHistory, extend, overwrite
 from recavsr.models.presets import nano, recavsr_5b
 from recavsr.models.visibility import schedule_visibility
 from recavsr.rope import AxisSplit, angles
@@ -44,7 +45,12 @@ def clip(latents: int, batch: int = 1, seed: int = 3) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def stream(
-    model: Generator, noise: Tensor, lr_frames: Tensor, plan: BlockPlan, prompt: Tensor | None = None
+    model: Generator,
+    noise: Tensor,
+    lr_frames: Tensor,
+    plan: BlockPlan,
+    prompt: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[GeneratorState, Tensor]:
     """Generate a clip block by block."""
     condition = model.condition(tiny_prompt() if prompt is None else prompt)
@@ -57,6 +63,7 @@ def stream(
             condition,
             noise[:, :, first : first + count],
             lr_frames[:, :, frames : frames + plan.frames(block)],
+            in_place,
         )
         blocks.append(latents)
         block += 1
@@ -107,6 +114,38 @@ def test_history_holds_what_the_schedule_says() -> None:
             assert history.keys.shape == history.values.shape == (1, 2, ROWS * COLUMNS, len(wanted), 12)
     assert state.layers[0] is None
     assert state.next_position == 16
+
+
+@pytest.mark.parametrize("plan", [BlockPlan(), BlockPlan(1, 1), BlockPlan(2, 5)], ids=str)
+@pytest.mark.parametrize("name", ["none", "recent_1", "recent_2", "anchor", "recent_4_anchor"])
+def test_a_history_written_in_place_holds_the_same(name: str, plan: BlockPlan) -> None:
+    """Whatever the slots' order; and its memory stays where it was first allocated."""
+    action, rule, random = CacheAction.parse(name), AnchorRule(), torch.Generator().manual_seed(0)
+    copied: KVHistory | None = None
+    written: KVHistory | None = None
+    places = set()
+    for positions in plan.cut(31):
+        keys, values = torch.randn(2, 1, 2, 3, len(positions), 4, generator=random)
+        copied = extend(copied, keys, values, positions, action, rule)
+        written = overwrite(written, keys, values, positions, action, rule)
+        if copied is None or written is None:
+            assert copied is written
+            continue
+        order = sorted(range(len(written.positions)), key=written.positions.__getitem__)
+        assert tuple(written.positions[i] for i in order) == copied.positions
+        for ours, wanted in zip(written.seen(), copied.seen()):
+            assert torch.equal(ours[..., order, :], wanted)
+        assert written.keys.shape[3] == action.capacity(rule)
+        places.add((written.keys.data_ptr(), written.values.data_ptr()))
+    assert len(places) <= 1
+
+
+def test_steps_in_place_give_the_same_latents() -> None:
+    model, plan = tiny_generator(), BlockPlan()
+    noise, lr_frames = clip(20)
+    _, wanted = stream(model, noise, lr_frames, plan)
+    _, ours = stream(model, noise, lr_frames, plan, in_place=True)
+    torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=0)  # another order of keys
 
 
 def test_memory_is_bounded() -> None:

@@ -23,6 +23,8 @@ FLOORS = {
     "lora": 1,
     "causal_conv": 1,
     "fp8": 1,
+    "fused": 1,
+    "kernels": 1,
     "models": 2,
     "video": 2,
     "stream": 3,

@@ -104,7 +104,7 @@ class SlowModel(IdentityModel):
         """Sleep (below a certain height not), then resize."""
         if lr_frames.shape[-2] >= self._height:
             time.sleep(self._seconds * lr_frames.shape[2])
-        return super().step(state, lr_frames)
+        return super().step(state, lr_frames, wanted)
 
 
 def frame(number: int, arrived: float = 0.0, rate: int = RATE) -> LiveFrame:

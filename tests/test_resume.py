@@ -75,7 +75,8 @@ class Breaking:
         self._model, self._left, self._error = model, blocks, error
         self._run, self._frames = None if output is None else work_folder(output) / "run.json", frames
         self.name, self.fingerprint, self.size_multiple = model.name, model.fingerprint, model.size_multiple
-        self.blocks, self.device, self.start = model.blocks, model.device, model.start
+        self.blocks, self.device, self.dtype = model.blocks, model.device, model.dtype
+        self.start = model.start
 
     def step(
         self, state: Any, lr_frames: torch.Tensor, wanted: int | None = None

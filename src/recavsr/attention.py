@@ -13,7 +13,7 @@ size ("shift", the generator) or is cut ("cut", the released decoder).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.geometry import Grid
+from recavsr.kernels import kernels_for
 
 Border = Literal["shift", "cut"]
 
@@ -85,34 +86,67 @@ class _Tiling:
 class WindowPlan:
     """A window laid over a grid on a device: made once by `plan_window`, used by every layer."""
 
-    cells: int
-    tiling: _Tiling | None  # None where every query sees the whole grid
+    grid: Grid
+    window: SpatialWindow
+    device: torch.device
+
+    @property
+    def cells(self) -> int:
+        """Return the cells of the grid."""
+        return self.grid.cells
+
+    @cached_property
+    def tiling(self) -> _Tiling | None:
+        """Return the index tables of `_tiled`, made when they are first needed.
+
+        None where every query sees the whole grid.
+        """
+        return None if self.window.covers(self.grid) else _make_tiling(self.grid, self.window, self.device)
 
 
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)  # kept for training steps that may follow in the same process
 def plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> WindowPlan:
     """Lay a window over a grid."""
-    return WindowPlan(grid.cells, None if window.covers(grid) else _make_tiling(grid, window, device))
+    return WindowPlan(grid, window, device)
 
 
 def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, key_bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: WindowPlan,
+    key_bias: Tensor | None = None,
+    earlier: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend from `query` [B, G, N, Tq, R, D] to `key`, `value` [B, G, N, Tk, D].
 
-    `key_bias` [Tk] is added to all scores of a key latent: the router's log prior (Eq. 2). It must
-    be finite, and may require gradients. Returns [B, G, N, Tq, R, D]. Raises ValueError where the
-    plan's grid does not fit N.
+    `earlier` are keys and values to see as well, as if they stood in front. `key_bias` [Tk] is added to all
+    scores of a key latent: the router's log prior (Eq. 2). It must be finite, and may require gradients.
+    Returns [B, G, N, Tq, R, D]. Raises ValueError where the plan's grid does not fit N.
     """
     if query.shape[2] != plan.cells:
         raise ValueError(f"the plan's grid has {plan.cells} cells, not {query.shape[2]}")
+    if key_bias is None and _has_kernel(query) and not plan.window.covers(plan.grid):
+        from recavsr.kernels.window import window_attention
+
+        pieces = [(key, value)] if earlier is None else [earlier, (key, value)]
+        return window_attention(query, pieces, plan.grid, plan.window)
+    if earlier is not None:
+        key, value = (torch.cat(pair, dim=3) for pair in zip(earlier, (key, value)))
     scale, width = query.shape[-1] ** -0.5, query.shape[-1]
     if key_bias is not None:
         query, key, value = _with_bias_channels(query, key, value, key_bias / scale)
     if plan.tiling is None:
         return _dense(query, key, value, scale)[..., :width]
     return _tiled(query, key, value, plan.tiling, scale)[..., :width]
+
+
+def _has_kernel(query: Tensor) -> bool:
+    if not kernels_for(query):
+        return False
+    from recavsr.kernels.window import supports
+
+    return supports(query)
 
 
 def reference_attention(
@@ -170,6 +204,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return out.view_as(query)
 
 
+@torch.inference_mode(False)  # kept for training steps that may follow in the same process
 def _make_tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
     tile = window.stride if window.stride > 1 else _TILE
     rows, columns = window.rows(grid), window.columns(grid)

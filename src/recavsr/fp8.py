@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+
+from recavsr.kernels import kernels_for
 
 FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FLOAT8).max
@@ -31,6 +35,25 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse).to(FLOAT8), inverse.float().reciprocal()
 
 
+@dataclass(frozen=True)
+class Float8Rows:
+    """Activations as `quantize_rows` returns them, and the shape [..., C] that they stand for."""
+
+    values: Tensor  # [rows, C]
+    scale: Tensor  # [rows, 1]
+    shape: torch.Size
+
+    @staticmethod
+    def of(x: Tensor) -> Float8Rows:
+        """Round `x` [..., C], on a card in one pass."""
+        flat = x.flatten(0, -2)
+        if kernels_for(x):
+            from recavsr.kernels import rows
+
+            return Float8Rows(*rows.quantize(flat, gelu=False), x.shape)
+        return Float8Rows(*quantize_rows(flat), x.shape)
+
+
 class FP8Linear(nn.Module):
     """A linear layer whose weight is float8; its input is scaled and rounded row by row at each call.
 
@@ -49,11 +72,11 @@ class FP8Linear(nn.Module):
         self.register_buffer("scale", scale.t().contiguous())  # [1, out]
         self.register_buffer("bias", bias.to(dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Float8Rows) -> Tensor:
         """Apply to [..., in]; the result has the dtype of the bias."""
-        values, scale = quantize_rows(x.flatten(0, -2))
-        out = scaled_product(values, scale, self.weight, self.scale, self.bias)
-        return out.unflatten(0, x.shape[:-1])
+        rows = x if isinstance(x, Float8Rows) else Float8Rows.of(x)
+        out = scaled_product(rows.values, rows.scale, self.weight, self.scale, self.bias)
+        return out.unflatten(0, rows.shape[:-1])
 
 
 def scaled_product(

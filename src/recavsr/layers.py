@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recavsr.fused import rms_norm
+from recavsr.kernels import kernels_for
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, in float32; returns the input's dtype."""
@@ -23,7 +26,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` [..., width]."""
-        return self.in_float32(x).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """Normalise `x` [..., width] and leave the result in float32."""
@@ -40,6 +43,9 @@ class ChannelRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` [B, C, F, H, W] in float32; returns the input's dtype."""
+        rows = x.permute(0, 2, 3, 4, 1)
+        if kernels_for(x) and rows.is_contiguous():  # channels last in memory
+            return rms_norm(rows, self.weight.flatten(), self.eps).permute(0, 4, 1, 2, 3)
         value = x.float()
         factor = torch.rsqrt(value.square().mean(dim=1, keepdim=True) + self.eps)
         if x.dtype == torch.float32 or torch.is_grad_enabled():

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
+from recavsr.fused import add_rms_norm
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
 from recavsr.rope import AxisSplit, rotate, rotation_table
@@ -145,41 +146,45 @@ class GroupedAttention(nn.Module):
         self.key_norm = RMSNorm(head_width, config.eps)
         self.value_norm = RMSNorm(head_width, config.eps)
 
+    def heads_of(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, N, F, H, D], keys and values [B, N, F, G, D] of `x` [B, N, F, C]."""
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.config.width // self.config.heads))
+
+        query = rotate(heads(self.query(x)), rotation).to(x.dtype)
+        key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
+        return query, key, self.value_norm(heads(self.value(x)))
+
     def step(
         self, history: GroupHistory | None, x: Tensor, rotation: Tensor, window: WindowPlan
     ) -> tuple[GroupHistory, Tensor]:
         """Attend for the next frames `x` [B, N, F, C], F a multiple of the group size."""
         config, size = self.config, self.group_frames
-        width = config.width // config.heads
-
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, width))
-
-        query = rotate(heads(self.query(x)), rotation).to(x.dtype)
+        query, key, value = self.heads_of(x, rotation)
         query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
-        key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
-        key = key.permute(0, 3, 1, 2, 4)
-        value = self.value_norm(heads(self.value(x))).permute(0, 3, 1, 2, 4)
-        before = 0
-        if history is not None:
-            before = history.keys.shape[3]
-            key = torch.cat([history.keys, key], dim=3)
-            value = torch.cat([history.values, value], dim=3)
+        key, value = (y.permute(0, 3, 1, 2, 4) for y in (key, value))
         reach, frames = (config.window_latents - 1) * size, x.shape[2]
+        held = 0 if history is None else history.keys.shape[3]
         results = []
         for start in range(0, frames, size):
-            end = before + start + size
-            seen = slice(max(0, end - size - reach), end)
+            own, missing = slice(max(0, start - reach), start + size), min(held, max(0, reach - start))
+            earlier = None
+            if history is not None and missing:
+                past = slice(held - missing, held)
+                earlier = history.keys[..., past, :], history.values[..., past, :]
+            asked = query[:, :, :, start : start + size]
             results.append(
-                windowed_attention(
-                    query[:, :, :, start : start + size], key[..., seen, :], value[..., seen, :], window
-                )
+                windowed_attention(asked, key[..., own, :], value[..., own, :], window, earlier=earlier)
             )
-        out = torch.cat(results, dim=3) if len(results) > 1 else results[0]
-        out = out.permute(0, 2, 3, 1, 4, 5).flatten(3)
-        keep = min(before + frames, reach)
-        kept = GroupHistory(*(y[..., y.shape[3] - keep :, :].clone() for y in (key, value)))
-        return kept, self.output(out)
+        # Joined in the order that the next product reads, which is that of the kernel's results in memory.
+        ordered = [result.permute(0, 2, 3, 1, 4, 5) for result in results]  # B N F G R D
+        out = (torch.cat(ordered, dim=2) if len(ordered) > 1 else ordered[0]).flatten(3)
+        kept = GroupHistory(key[..., max(0, frames - reach) :, :], value[..., max(0, frames - reach) :, :])
+        if history is not None and frames < reach:
+            before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
+            kept = GroupHistory(*(torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors())))
+        return kept.clone(), self.output(out)  # a copy: the history must not keep the whole block alive
 
 
 class SwiGLU(nn.Module):
@@ -211,8 +216,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[GroupHistory, Tensor]:
         """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions."""
         history, attended = self.attention.step(history, self.attention_norm(x), rotation, window)
-        x = x + attended
-        return history, x + self.feed_forward(self.feed_forward_norm(x))
+        norm = self.feed_forward_norm
+        x, normal = add_rms_norm(x, attended, norm.weight, norm.eps)
+        return history, x + self.feed_forward(normal)
 
 
 class LinearHead(nn.Module):
@@ -310,13 +316,15 @@ class FlashDecoder(nn.Module):
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
             return self._step(state, sr_latents, lr_frames)
         _check_counts(state, sr_latents, lr_frames)
-        frames, first = [], 0
-        for piece in sr_latents.split(PIECE_LATENTS, dim=2):
+        frames, first = lr_frames.new_empty(lr_frames.shape, dtype=torch.float32), 0
+        # A card is full with one latent; its memory is what counts.
+        for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
-            state, made = self._step(state, piece, lr_frames[:, :, first : first + count])
-            frames.append(made)
+            state, frames[:, :, first : first + count] = self._step(
+                state, piece, lr_frames[:, :, first : first + count]
+            )
             first += count
-        return state, torch.cat(frames, dim=2)
+        return state, frames
 
     def _step(
         self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
@@ -337,8 +345,7 @@ class FlashDecoder(nn.Module):
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
 
         first = state.next_position
-        some = cast(DecoderLayer, self.backbone[0] if self.backbone else self.refinement[0])
-        split = some.attention.split
+        split = AxisSplit.flash_decoder(self.config.width // self.config.heads)
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
         window = plan_window(grid, self.config.window, x.device)

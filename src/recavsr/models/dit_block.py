@@ -46,6 +46,17 @@ class SelfAttention(nn.Module):
         """Return queries, keys and values [..., H D] of `x` [..., C], not yet normalised."""
         return self.to_q(x), self.to_k(x), self.to_v(x)
 
+    def heads_of(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, normalised and rotated, and values [B, N, T, H, D] of `x` [B, N, T, C]."""
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.heads, -1))
+
+        query, key, value = self.project(x)
+        query = rotate(heads(self.norm_q.in_float32(query)), rotation).to(x.dtype)
+        key = rotate(heads(self.norm_k.in_float32(key)), rotation).to(x.dtype)
+        return query, key, heads(value)
+
     def forward(
         self,
         x: Tensor,
@@ -62,22 +73,14 @@ class SelfAttention(nn.Module):
         history stores them.
         """
 
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (self.heads, -1))
-
-        query, key, value = self.project(x)
-        query = rotate(heads(self.norm_q.in_float32(query)), rotation).to(x.dtype)
-        key = rotate(heads(self.norm_k.in_float32(key)), rotation).to(x.dtype)
-        key, value = key.permute(0, 3, 1, 2, 4), heads(value).permute(0, 3, 1, 2, 4)
-        query = query.permute(0, 3, 1, 2, 4).unsqueeze(4)
+        query, key, value = self.heads_of(x, rotation)
+        query, key, value = (y.permute(0, 3, 1, 2, 4) for y in (query, key, value))
+        query = query.unsqueeze(4)
         if visibility is not None:
             out = attend_by_block(query, key, value, plan, visibility)
         else:
-            keys, values = key, value
-            if history is not None:
-                keys = torch.cat([history.keys, key], dim=3)
-                values = torch.cat([history.values, value], dim=3)
-            out = windowed_attention(query, keys, values, plan)
+            earlier = None if history is None else history.seen()
+            out = windowed_attention(query, key, value, plan, earlier=earlier)
         return self.to_out(out.squeeze(4).permute(0, 2, 3, 1, 4).flatten(3)), key, value
 
 

@@ -13,15 +13,18 @@ Weights are folded one layer at a time in float32 and rounded once to what they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan
+from recavsr.fp8 import Float8Rows, FP8Linear
+from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate
 from recavsr.geometry import Grid
 from recavsr.layers import grid_cells
-from recavsr.models.dit_block import DiTBlock, LayerCondition, SelfAttention
+from recavsr.models.dit_block import DiTBlock, FeedForward, LayerCondition, SelfAttention
 from recavsr.models.generator import ONE_STEP, Condition, Generator, GeneratorConfig, TimeTextEmbedding
 from recavsr.models.kv_history import KVHistory
 from recavsr.models.lr_projector import LRProjector
@@ -59,10 +62,26 @@ class FusedSelfAttention(SelfAttention):
         self.to_qkv, self.to_out = to_qkv, to_out
         self.norm_q, self.norm_k = plain.norm_q, plain.norm_k
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [..., H D] of `x` [..., C], not yet normalised."""
-        query, key, value = self.to_qkv(x).chunk(3, dim=-1)
-        return query, key, value
+    def heads_of(self, x: Tensor | Float8Rows, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, normalised and rotated, and values [B, N, T, H, D] of `x` [B, N, T, C]."""
+        qkv = self.to_qkv(x)
+        norms = (self.norm_q.weight, self.norm_k.weight, self.norm_q.eps)
+        query, key = norm_rotate(qkv, *norms, rotation, self.heads)
+        return query, key, qkv.chunk(3, dim=-1)[2].unflatten(-1, (self.heads, -1))
+
+
+class FoldedFeedForward(FeedForward):
+    """Linear, GELU (tanh form), linear: the GELU rides on the first product, or on the rounding to float8."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.up, self.down = up, down  # type: ignore[assignment]
+
+    def forward(self, x: Tensor | Float8Rows) -> Tensor:
+        """Apply to [..., C]."""
+        if isinstance(self.up, nn.Linear):
+            return self.down(gelu_linear(cast(Tensor, x), self.up.weight, self.up.bias))
+        return self.down(gelu_float8(self.up(x)))
 
 
 class FoldedBlock(nn.Module):
@@ -88,9 +107,11 @@ class FoldedBlock(nn.Module):
         del cross.to_k, cross.to_v
         cross.norm_q.to(dtype)
         del cross.norm_k
-        self.ffn = block.ffn
-        self.ffn.up = make(*_after_norm(self.ffn.up.weight, self.ffn.up.bias, 1 + scale_f, shift_f))  # type: ignore[assignment]
-        self.ffn.down = make(*_gated(self.ffn.down, gate_f))  # type: ignore[assignment]
+        ffn = block.ffn
+        self.ffn = FoldedFeedForward(
+            make(*_after_norm(ffn.up.weight, ffn.up.bias, 1 + scale_f, shift_f)),
+            make(*_gated(ffn.down, gate_f)),
+        )
 
     def forward(
         self,
@@ -102,13 +123,16 @@ class FoldedBlock(nn.Module):
         visibility: Visibility | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the layer to `x` [B, N, T, C] as `DiTBlock.forward` does; the modulation is not read."""
-        attended, keys, values = self.self_attention(self._norm(x), rotation, history, plan, visibility)
-        x = x + attended
-        x = x + self.cross_attention(self._norm(x), condition.cross_keys, condition.cross_values)
-        return x + self.ffn(self._norm(x)), keys, values
+        own, cross, ffn = self.self_attention, self.cross_attention, self.ffn
 
-    def _norm(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=self.eps)  # statistics are float32 for every dtype
+        def add(x: Tensor, update: Tensor | None, reader: nn.Module) -> tuple[Tensor, Any]:
+            return add_norm(x, update, self.eps, isinstance(reader, FP8Linear))
+
+        x, normal = add(x, None, own.to_qkv)
+        attended, keys, values = own(normal, rotation, history, plan, visibility)
+        x, normal = add(x, attended, cross.to_q)
+        x, normal = add(x, cross(normal, condition.cross_keys, condition.cross_values), ffn.up)
+        return x + ffn(normal), keys, values
 
 
 def _after_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid, frames_of_latents
 from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
-from recavsr.models.kv_history import KVHistory, extend
+from recavsr.models.kv_history import KVHistory, extend, overwrite
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
 from recavsr.models.visibility import Visibility, schedule_visibility
 from recavsr.rope import AxisSplit, rotation_table
@@ -211,13 +211,19 @@ class Generator(nn.Module):
         return GeneratorState(LRProjectorState(), (None,) * self.config.layers, None, 0)
 
     def step(
-        self, state: GeneratorState, condition: Condition, noise: Tensor, lr_frames: Tensor
+        self,
+        state: GeneratorState,
+        condition: Condition,
+        noise: Tensor,
+        lr_frames: Tensor,
+        in_place: bool = False,
     ) -> tuple[GeneratorState, Tensor]:
         """Generate the next block in one pass (Eq. 1).
 
         `noise` is [B, C, T, H, W] in float32; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are the LR
         frames of the block at output size (F = 4 T, or 4 T - 3 at the start). Returns the next state
-        and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent.
+        and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent: with
+        `in_place` the next one lives in its memory, to half of what two histories need.
         Raises ValueError where the frames do not fit the latents.
         """
         config = self.config
@@ -232,12 +238,12 @@ class Generator(nn.Module):
         turn = rotation_table(positions, grid, self._split, x.device)
         window = plan_window(grid, config.window, x.device)
         histories: list[KVHistory | None] = []
-        rule = config.schedule.anchor_rule
+        rule, remember = config.schedule.anchor_rule, overwrite if in_place else extend
         for block, action, constants, history in zip(
             self.blocks, config.schedule.actions, condition.layers, state.layers
         ):
             x, keys, values = block(x, constants, turn, history, window)
-            histories.append(extend(history, keys, values, positions, action, rule))
+            histories.append(remember(history, keys, values, positions, action, rule))
         sr_latents = noise - self._predict(x, condition, grid).float()
         after = GeneratorState(
             projector, tuple(histories), sr_latents.to(x.dtype), state.next_position + latents

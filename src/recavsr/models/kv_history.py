@@ -14,15 +14,20 @@ from recavsr.state import State
 
 @dataclass(frozen=True)
 class KVHistory(State):
-    """Keys and values of the kept latents of one layer, ascending by position.
+    """Keys and values of the kept latents of one layer, in any order: it has no effect on attention.
 
     Keys are stored after their norm and their rotation by absolute position (see
     `rope.rotation_table` for why a stream has no length limit).
     """
 
-    keys: Tensor  # [B, G, N, T, D]
-    values: Tensor  # [B, G, N, T, D]
-    positions: tuple[int, ...]  # absolute latent indices, T of them
+    keys: Tensor  # [B, G, N, slots, D]; what lies behind the last position is unused
+    values: Tensor  # [B, G, N, slots, D]
+    positions: tuple[int, ...]  # absolute latent indices of the first slots
+
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the kept latents [B, G, N, T, D], as views."""
+        count = len(self.positions)
+        return self.keys[..., :count, :], self.values[..., :count, :]
 
 
 def extend(
@@ -36,7 +41,7 @@ def extend(
     """Return the history after a block: what `action` keeps of the old and the new latents.
 
     `keys` and `values` [B, G, N, T, D] come from the block's own single pass, at `positions`.
-    Returns None where the action keeps nothing.
+    Returns None where the action keeps nothing. The history given stays as it is.
     """
     known = (history.positions if history else ()) + positions
     kept = action.select(known, rule)
@@ -45,6 +50,8 @@ def extend(
     from_old = len(history.positions) if history else 0
     index = [known.index(position) for position in kept]
 
+    old_keys, old_values = history.seen() if history else (None, None)
+
     def pick(old: Tensor | None, new: Tensor) -> Tensor:
         parts = [latents_at(old, [i for i in index if i < from_old])] if old is not None else []
         parts.append(latents_at(new, [i - from_old for i in index if i >= from_old]))
@@ -52,9 +59,56 @@ def extend(
         # A copy, also of a single part: the history must not keep the whole block alive.
         return torch.cat(parts, dim=3) if len(parts) > 1 else parts[0].clone()
 
-    return KVHistory(
-        pick(history.keys if history else None, keys), pick(history.values if history else None, values), kept
-    )
+    return KVHistory(pick(old_keys, keys), pick(old_values, values), kept)
+
+
+def overwrite(
+    history: KVHistory | None,
+    keys: Tensor,
+    values: Tensor,
+    positions: tuple[int, ...],
+    action: CacheAction,
+    rule: AnchorRule,
+) -> KVHistory | None:
+    """Do what `extend` does in the memory of the history given, which is spent: nothing else may hold it.
+
+    Only new latents are copied, into slots that fell free. A layer's slots are allocated once, with its
+    first history, and stay where they are.
+    """
+    held = history.positions if history else ()
+    kept = action.select(held + positions, rule)
+    if not kept:
+        return None
+    if history is None:
+        shape = (*keys.shape[:3], action.capacity(rule), keys.shape[4])
+        history = KVHistory(keys.new_zeros(shape), values.new_zeros(shape), ())
+    slots = list(held)
+    free = [slot for slot, position in enumerate(held) if position not in kept]
+    for index, position in enumerate(positions):
+        if position in kept:
+            slot = free.pop(0) if free else len(slots)
+            slots[slot : slot + 1] = [position]
+            _copy(history.keys, slot, keys, index)
+            _copy(history.values, slot, values, index)
+    while free:  # fewer are kept than before: the last ones move up
+        slot, last = free[0], len(slots) - 1
+        if last in free:
+            free.remove(last)
+        else:
+            free.remove(slot)
+            slots[slot] = slots[last]
+            _copy(history.keys, slot, history.keys, last)
+            _copy(history.values, slot, history.values, last)
+        slots.pop()
+    return KVHistory(history.keys, history.values, tuple(slots))
+
+
+def _copy(target: Tensor, slot: int, source: Tensor, index: int) -> None:
+    """Copy one latent [B, G, N, D], in words of eight bytes: on a card strided copies go number by number."""
+    place, found = target[..., slot, :], source[..., index, :]
+    if place.shape[-1] * place.element_size() % 8 == 0:
+        place, found = place.view(torch.int64), found.view(torch.int64)
+    place.copy_(found)
 
 
 def latents_at(x: Tensor, index: Sequence[int]) -> Tensor:

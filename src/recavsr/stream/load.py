@@ -19,6 +19,7 @@ from recavsr.fp8 import FP8Linear, why_no_fp8
 from recavsr.geometry import BlockPlan, padded_size
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
+from recavsr.models.folded_decoder import pack
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.memory import parse_memory, plan_memory
@@ -164,7 +165,10 @@ def load(
         generator = folder.load_generator(target)
     else:
         generator = folder.load_folded(prompt, dtype, make, resident)
-    return ReCaVSR(str(name), generator, folder.load_decoder(target, dtype), prompt, blocks)
+    decoder = folder.load_decoder(target, dtype)
+    if target.type == "cuda" and dtype != torch.float32:
+        decoder = pack(decoder)
+    return ReCaVSR(str(name), generator, decoder, prompt, blocks)
 
 
 def _resident_layers(
@@ -232,4 +236,6 @@ def random_model(
     decoder = FlashDecoder(decoder_config).to(target).eval().requires_grad_(False)
     for parameter in decoder.parameters():  # the latents' statistics stay float32
         parameter.data = parameter.data.to(dtype)
+    if target.type == "cuda" and dtype != torch.float32:
+        decoder = pack(decoder)
     return ReCaVSR(name, generator, decoder, prompt)

@@ -1,7 +1,7 @@
 """What a stream needs of a device's memory, counted before anything is loaded, and what is left out to fit.
 
-Sizes are bytes. Counted are weights, and the largest moment of the first block, which is the longest, or of a
-later one, which has two states beside it. What a library needs for itself is a flat allowance.
+Sizes are bytes. Counted are weights, the state, which is written over in place, and the largest moment of the
+first block, which is the longest, or of a later one. What a library needs for itself is a flat allowance.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recavsr import attention, causal_conv
+from recavsr import attention
 from recavsr.attention import SpatialWindow, plan_window
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
@@ -117,18 +117,18 @@ def plan_memory(
     history += value * 3 * cells.cells * (pixels + first)
     history += value * (2 * reach * cells.cells * narrow + 2 * patch * grid.cells)
 
-    def largest(latents: int, frames: int, histories: int) -> dict[str, int]:
-        """Return the moments of one block, with so many histories beside them."""
+    def largest(latents: int, frames: int) -> dict[str, int]:
+        """Return the moments of one block."""
         # Frames as a session gives them, and rounded.
-        beside = 3 * size[0] * size[1] * frames * (4 + value) + histories * history
+        beside = 3 * size[0] * size[1] * frames * (4 + value) + history
         tokens, seen = grid.cells * latents, blocks.rest + max(capacity)
         piece, decoded = min(PIECE_FRAMES, frames), min(PIECE_LATENTS, latents)
         return {
-            # Unshuffled, joined to the history, padded; the norm works in two float32 copies.
+            # Unshuffled, joined to the history; the norm works in two float32 copies; taps beside each other.
             "projector": beside
             + 3 * value * (piece + 3) * cells.cells * pixels
             + (value + 2 * 4) * -(-piece // 2) * cells.cells * first
-            + causal_conv._PIECE_BYTES,
+            + 4 * value * -(-piece // 2) * cells.cells * pixels,
             # Results of products, their float32 norms and rotations, keys and values joined to the history.
             "attention": beside
             + tokens * width * (8 * value + 4 * 4)
@@ -141,9 +141,8 @@ def plan_memory(
             + _gathered(decoder.window, cells, value * 2 * 4 * decoder.window_latents * narrow),
         }
 
-    # A later block makes a history beside the one that it was given.
-    first_block = largest(blocks.first, blocks.frames(0), histories=1)
-    later = largest(blocks.rest, blocks.frames(1), histories=2)
+    first_block = largest(blocks.first, blocks.frames(0))
+    later = largest(blocks.rest, blocks.frames(1))
     moments = {f"{name} of the first block": amount for name, amount in first_block.items()}
     moments |= {f"{name} of a later block": amount for name, amount in later.items()}
     plan = MemoryPlan(budget, held, moments, layer, (False,) * config.layers)

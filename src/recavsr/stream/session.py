@@ -114,7 +114,7 @@ class Session:
         self._start(self.shot if shot is None else shot)
 
     def fork(self) -> Session:
-        """Return an independent session that continues from here."""
+        """Return an independent session that continues from here: it gets a copy of the whole state."""
         other = Session(
             self.model,
             self.lr_size,
@@ -124,8 +124,7 @@ class Session:
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
         )
-        # States are never written to, so both sessions may hold the same one.
-        other._state, other._pending, other._block = self._state, list(self._pending), self._block
+        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
         other._seen, other._thumbnails = self._seen, list(self._thumbnails)
         other.cuts, other.pushed, other.drift = list(self.cuts), self.pushed, self.drift
         return other
@@ -216,6 +215,8 @@ class Session:
         if count < wanted:
             frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
         lr_frames = prepare_lr_frames(frames, self.out_size, self.model.size_multiple, self.model.device)
+        if self.color_fix != "adain":
+            lr_frames = lr_frames.to(self.model.dtype)  # the larger ones are not kept beside a block's work
         self._state, sr_frames = self.model.step(self._state, lr_frames, count if count < wanted else None)
         lr_frames = lr_frames[:, :, : sr_frames.shape[2]]
         height, width = self.out_size

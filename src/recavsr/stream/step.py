@@ -8,6 +8,7 @@ LR frames --> generator.step --> SR latents --> decoder.step --> frames
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ class BlockModel(Protocol):
     size_multiple: int  # the padded output size is a multiple of this many pixels
     blocks: BlockPlan
     device: torch.device
+    dtype: torch.dtype  # of the LR frames that it takes; others are converted
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> Any:
         """Return the state at the start of a shot, for a padded output size."""
@@ -71,10 +73,11 @@ class ReCaVSR:
         self.name, self.blocks = name, blocks
         self.generator, self.decoder = generator, decoder
         self.size_multiple = generator.config.token_stride
-        self.device = prompt.device
+        self.device, self.dtype = prompt.device, generator.head.weight.dtype
         with torch.inference_mode():
             self.condition = generator.condition(prompt)  # the same for every block of every stream
         self.fingerprint = _fingerprint(generator, decoder)
+        self._noise = NoiseAhead(self.device) if self.device.type == "cuda" else block_noise
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
@@ -89,7 +92,7 @@ class ReCaVSR:
         Frames are not clamped. The state given is spent. With `wanted` only the latents of the first so many
         frames are decoded, and the state returned serves no further block.
         """
-        lr_frames = lr_frames.to(self.generator.head.weight.dtype)
+        lr_frames = lr_frames.to(self.dtype)
         generator, sr_latents = self.generate(state, lr_frames)
         if wanted is not None:  # the decoder looks back only: later latents change nothing
             first = self.blocks.first_latent(state.block)
@@ -103,15 +106,17 @@ class ReCaVSR:
         return after, frames
 
     def generate(self, state: StreamState, lr_frames: Tensor) -> tuple[GeneratorState, Tensor]:
-        """Make the SR latents [1, C, T, H, W] of the next block from its noise and LR frames (Eq. 1)."""
+        """Make the SR latents [1, C, T, H, W] of the next block from its noise and LR frames (Eq. 1).
+
+        The state given is spent; on a card its history is written over.
+        """
         config = self.generator.config
         stride = config.latent_stride
         latents = self.blocks.latents(state.block)
         shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
-        noise = block_noise(shape, state.seed, state.shot, state.block)
-        if self.device.type == "cuda":  # a copy from pageable memory would wait for the block before
-            noise = noise.pin_memory().to(self.device, non_blocking=True)
-        return self.generator.step(state.generator, self.condition, noise, lr_frames)
+        noise = self._noise(shape, state.seed, state.shot, state.block)
+        in_place = self.device.type == "cuda"
+        return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place)
 
 
 def _fingerprint(*parts: nn.Module) -> str:
@@ -131,6 +136,28 @@ def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Ten
     return torch.randn(shape, generator=generator)
 
 
+class NoiseAhead:
+    """Gives a card what `block_noise` gives, and makes that of the next block while the card computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._worker = device, ThreadPoolExecutor(1)
+        self._ahead: tuple[tuple[Any, ...], Future[Tensor]] | None = None
+
+    def __call__(self, shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
+        """Return the noise of a block, on the device."""
+        asked = (shape, seed, shot, block)
+        ahead = self._ahead  # once: another thread may put its own there
+        noise = ahead[1].result() if ahead and ahead[0] == asked else self._make(*asked)
+        following = (shape, seed, shot, block + 1)
+        self._ahead = following, self._worker.submit(self._make, *following)
+        return noise.to(self._device, non_blocking=True)
+
+    @staticmethod
+    def _make(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
+        # Page-locked: a copy from other memory would wait for all work before it.
+        return block_noise(shape, seed, shot, block).pin_memory()
+
+
 @dataclass(frozen=True)
 class IdentityState(State):
     """The identity model remembers only how many blocks went by."""
@@ -144,6 +171,7 @@ class IdentityModel:
     name = "identity"
     fingerprint = ""
     size_multiple = 1
+    dtype = torch.float32
 
     def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = BlockPlan()) -> None:  # noqa: B008
         self.device, self.blocks = torch.device(device), blocks

@@ -1,0 +1,134 @@
+"""Passes over tokens between products, each in one kernel on a card: residual, norm, rotation, float8.
+
+Shapes: B batch, N cells, T latents, C width, H heads, D channels of a head. The plain forms are what a CPU
+runs and what gradients flow through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recavsr.fp8 import Float8Rows
+from recavsr.kernels import kernels_for
+from recavsr.rope import rotate
+
+
+def add_norm(
+    x: Tensor, update: Tensor | None, eps: float, float8: bool
+) -> tuple[Tensor, Tensor | Float8Rows]:
+    """Return x + update and its layer norm without weights, both [B, N, T, C].
+
+    With `float8` the norm may come as float8, for a layer of float8 that takes it.
+    """
+    if kernels_for(x):
+        from recavsr.kernels import rows
+
+        flat = None if update is None else update.flatten(0, -2)
+        total, normal, scale = rows.add_norm(x.flatten(0, -2), flat, eps, None, float8)
+        total = total.view(x.shape)
+        return total, normal.view(x.shape) if scale is None else Float8Rows(normal, scale, x.shape)
+    if update is not None:
+        x = x + update
+    return x, F.layer_norm(x, x.shape[-1:], eps=eps)  # statistics are float32 for every dtype
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + update [..., C] and its RMS norm with a weight [C], computed in float32."""
+    if kernels_for(x):
+        from recavsr.kernels import rows
+
+        total, normal, _ = rows.add_norm(x.flatten(0, -2), update.flatten(0, -2), eps, weight, False)
+        return total.view(x.shape), normal.view(x.shape)
+    x = x + update
+    return x, rms_norm(x, weight, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of `x` [..., C] with a weight [C], computed in float32, in the dtype of `x`."""
+    if kernels_for(x) and x.shape[-1] >= 128 and x.is_contiguous():
+        from recavsr.kernels import rows
+
+        return rows.add_norm(x.flatten(0, -2), None, eps, weight, False)[1].view(x.shape)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def norm_rotate(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, rotation: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys [B, N, T, H, D] of `qkv` [B, N, T, 3 C]: RMS norm over C, then rotation.
+
+    `rotation` is the table [N, T, D / 2, 2] of `rope.rotation_table`.
+    """
+    width = qkv.shape[-1] // 3
+    if kernels_for(qkv):
+        from recavsr.kernels import rows
+
+        pair = rows.norm_rotate(
+            qkv.flatten(0, -2), query_weight, key_weight, eps, rotation.flatten(0, 1), width // heads
+        )
+        query, key = (y.view(*qkv.shape[:-1], heads, -1) for y in pair)
+        return query, key
+
+    def turned(y: Tensor, weight: Tensor) -> Tensor:
+        normal = F.rms_norm(y.float(), weight.shape, weight.float(), eps)
+        return rotate(normal.unflatten(-1, (heads, -1)), rotation).to(qkv.dtype)
+
+    return turned(qkv[..., :width], query_weight), turned(qkv[..., width : 2 * width], key_weight)
+
+
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the GELU (tanh form) of a linear map of `x` [..., C]; on a card the product does it itself."""
+    if kernels_for(x):
+        out = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+        return out.unflatten(0, x.shape[:-1])
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def gelu_float8(x: Tensor) -> Tensor | Float8Rows:
+    """Return the GELU (tanh form) of `x` [..., C], as float8 where a kernel does both."""
+    if kernels_for(x):
+        from recavsr.kernels import rows
+
+        values, scale = rows.quantize(x.flatten(0, -2), gelu=True)
+        return Float8Rows(values, scale, x.shape)
+    return F.gelu(x, approximate="tanh")
+
+
+def rotate_heads(
+    qkv: Tensor,
+    heads: int,
+    groups: int,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    eps: float,
+    rotation: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [B, N, T, H, D], keys and values [B, N, T, G, D] of `qkv` [B, N, T, (H + 2 G) D].
+
+    Queries are rotated, keys normed (RMS over D) and rotated, values normed.
+    """
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    counts = [heads, groups, groups]
+    if kernels_for(qkv) and width & (width - 1) == 0:
+        from recavsr.kernels import rows
+
+        norms = (key_weight, value_weight, eps)
+        out = rows.rotate_heads(qkv.flatten(0, -2), heads, groups, *norms, rotation.flatten(0, 1))
+        query, key, value = out.view(*qkv.shape[:-1], -1, width).split(counts, dim=-2)
+        return query, key, value
+    query, key, value = qkv.unflatten(-1, (-1, width)).split(counts, dim=-2)
+    normal = F.rms_norm(key.float(), key_weight.shape, key_weight.float(), eps)
+    query, key = (rotate(y, rotation).to(qkv.dtype) for y in (query, normal))
+    return query, key, rms_norm(value, value_weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) up [..., C] of `gate_up` [..., 2 C], gates first."""
+    if kernels_for(gate_up):
+        from recavsr.kernels import rows
+
+        return rows.swiglu(gate_up.flatten(0, -2)).unflatten(0, gate_up.shape[:-1])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

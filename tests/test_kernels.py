@@ -1,0 +1,180 @@
+"""Triton kernels equal their plain forms: interpreted on a CPU at tiny sizes, compiled on a card."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recavsr import fused
+from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
+from recavsr.geometry import Grid
+from recavsr.rope import AxisSplit, rotation_table
+
+CUT = {"border": "cut"}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    """The kernel modules under Triton's interpreter, which conftest.py asks for where there is no card."""
+    if torch.cuda.is_available():
+        pytest.skip("a card compiles the kernels: the tests marked gpu run them")
+    pytest.importorskip("triton", reason="no Triton here")
+    from recavsr.kernels import rows, window
+
+    return SimpleNamespace(rows=rows, window=window)
+
+
+@pytest.mark.parametrize(
+    ("grid", "window", "latents", "repeats", "past"),
+    [
+        (Grid(4, 7), SpatialWindow(2, 4), 2, 1, 1),
+        (Grid(4, 5), SpatialWindow(3, 3), 2, 1, 0),
+        (Grid(3, 8), SpatialWindow(5, 3), 1, 1, 1),
+        (Grid(4, 5), SpatialWindow(4, 2, **CUT), 1, 4, 1),
+        (Grid(3, 4), SpatialWindow(4, 4, **CUT), 2, 2, 2),
+        (Grid(4, 6), SpatialWindow(4, 4, stride=2), 2, 1, 1),
+        (Grid(1, 1), SpatialWindow(2, 2), 2, 1, 1),
+    ],
+    ids=["history", "odd window", "one row axis covered", "cut, grouped", "cut, frames", "tiles", "one cell"],
+)
+def test_window_attention_equals_its_definition(
+    interpreted: Any, grid: Grid, window: SpatialWindow, latents: int, repeats: int, past: int
+) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, grid.cells, latents, 2, repeats, 16).half().permute(0, 3, 1, 2, 4, 5)
+    now = (
+        torch.randn(2, 1, grid.cells, latents, 2, 16).half().permute(0, 1, 4, 2, 3, 5)
+    )  # as products give it
+    before = torch.randn(2, 1, 2, grid.cells, past, 16).half()
+    pieces = [tuple(before), tuple(now)] if past else [tuple(now)]
+    launch = interpreted.window.Launch(queries=8 * latents * repeats, keys=16, block=(2, 4))
+    ours = interpreted.window.window_attention(query, pieces, grid, window, launch)
+    key, value = (torch.cat(pair, dim=3) for pair in zip(*pieces))
+    wanted = reference_attention(query.float(), key.float(), value.float(), grid, window)
+    assert ours.shape == query.shape
+    torch.testing.assert_close(ours.float(), wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_the_tile_of_the_kernel_fits_and_is_cheap(interpreted: Any) -> None:
+    grid, window, launch = Grid(34, 60), SpatialWindow(22, 40), interpreted.window.Launch()
+    height, width, fits = interpreted.window.tile_of_cells(grid, window, 64, launch)
+    assert height * width <= 64
+    assert fits
+    assert interpreted.window.tile_of_cells(grid, window, 1, launch)[:2] == (1, 1)
+    assert not interpreted.window.tile_of_cells(Grid(23, 60), window, 64, launch)[2]  # 24 rows of blocks
+
+    def area(height: int, width: int) -> int:
+        rows = [window.rows(grid)[y : y + height] for y in range(0, 34, height)]
+        columns = [window.columns(grid)[x : x + width] for x in range(0, 60, width)]
+        down = [-(-(span[-1].stop - span[0].start) // 4) for span in rows]
+        across = [-(-(span[-1].stop - span[0].start) // 8) for span in columns]
+        return sum(down) * sum(across)
+
+    assert area(height, width) <= min(area(8, 8), area(4, 16), area(1, 60))
+
+
+def plain_heads(x: Tensor, weight: Tensor, table: Tensor, heads: int) -> Tensor:
+    """Norm over all heads, then turn complex pairs: in float64, one number after the other."""
+    y = x.double()
+    y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    pairs = torch.view_as_complex(y.unflatten(-1, (heads, -1, 2)))
+    return torch.view_as_real(pairs * torch.view_as_complex(table.double())[:, :, None]).flatten(-2)
+
+
+def test_rows_equal_their_definitions(interpreted: Any) -> None:
+    rows = interpreted.rows
+    torch.manual_seed(0)
+    x, update = torch.randn(2, 6, 24).half()
+    weight, other = torch.randn(2, 24).half()
+    total, normal, _ = rows.add_norm(x, update, 1e-6, None, False)
+    assert torch.equal(total, x + update)
+    torch.testing.assert_close(
+        normal.float(), F.layer_norm((x + update).float(), (24,)), atol=2e-3, rtol=2e-3
+    )
+    _, normal, _ = rows.add_norm(x, None, 1e-5, weight, False)
+    wanted = F.rms_norm(x.float(), (24,), weight.float(), 1e-5)
+    torch.testing.assert_close(normal.float(), wanted, atol=2e-3, rtol=2e-3)
+
+    qkv, table = torch.randn(2, 3, 2, 72).half(), torch.randn(3, 2, 6, 2)
+    query, key = rows.norm_rotate(qkv.flatten(0, -2), weight, other, 1e-6, table.flatten(0, 1), 12)
+    for ours, part, scale in ((query, 0, weight), (key, 1, other)):
+        wanted = plain_heads(qkv.chunk(3, -1)[part], scale, table, 2)
+        torch.testing.assert_close(ours.view(2, 3, 2, 2, 12).double(), wanted, atol=4e-3, rtol=2e-3)
+
+    gate_up = torch.randn(5, 24).half()
+    gate, up = gate_up.float().chunk(2, -1)
+    torch.testing.assert_close(rows.swiglu(gate_up).float(), F.silu(gate) * up, atol=2e-3, rtol=2e-3)
+
+
+def test_heads_of_a_decoder_row(interpreted: Any) -> None:
+    torch.manual_seed(0)
+    qkv, table = torch.randn(2, 3, 2, 8 * 16).half(), torch.randn(3, 2, 8, 2)
+    weights = torch.randn(2, 16).half()
+    wanted = torch.cat(fused.rotate_heads(qkv, 4, 2, *weights, 1e-5, table), -2).flatten(-2)
+    ours = interpreted.rows.rotate_heads(qkv.flatten(0, -2), 4, 2, *weights, 1e-5, table.flatten(0, 1))
+    torch.testing.assert_close(ours.view_as(wanted), wanted, atol=4e-3, rtol=2e-3)
+
+
+def error(ours: Tensor, wanted: Tensor) -> float:
+    return ((ours.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("grid", "window", "groups", "latents", "repeats", "width", "past"),
+    [
+        (Grid(34, 60), SpatialWindow(22, 40), 4, 2, 1, 128, 4),
+        (Grid(34, 60), SpatialWindow(22, 40), 2, 6, 1, 128, 0),
+        (Grid(37, 53), SpatialWindow(22, 40), 2, 2, 1, 128, 1),
+        (Grid(68, 120), SpatialWindow(24, 24, **CUT), 1, 1, 4, 64, 1),
+        (Grid(40, 31), SpatialWindow(24, 24, **CUT), 1, 4, 4, 64, 4),
+        (Grid(23, 40), SpatialWindow(8, 8, stride=4), 2, 2, 1, 64, 2),
+    ],
+)
+def test_windowed_attention_on_a_card(
+    grid: Grid, window: SpatialWindow, groups: int, latents: int, repeats: int, width: int, past: int
+) -> None:
+    """The kernel is as near to float32 as the plain path in bfloat16 is."""
+    card = torch.device("cuda")
+    torch.manual_seed(0)
+    query = torch.randn(1, groups, grid.cells, latents, repeats, width, device=card).bfloat16()
+    key, value = torch.randn(2, 1, groups, grid.cells, past + latents, width, device=card).bfloat16()
+    plan = plan_window(grid, window, card)
+    earlier = (key[..., :past, :], value[..., :past, :]) if past else None
+    now = key[..., past:, :], value[..., past:, :]
+    with torch.inference_mode():
+        ours = windowed_attention(query, *now, plan, earlier=earlier)
+    plain = windowed_attention(query, key, value, plan)  # gradients are on: no kernel
+    wanted = windowed_attention(query.float(), key.float(), value.float(), plan)
+    assert error(ours, wanted) < 1.5 * error(plain, wanted) + 1e-4
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_passes_over_rows_on_a_card() -> None:
+    card = torch.device("cuda")
+    torch.manual_seed(0)
+    x, update = torch.randn(2, 1, 77, 2, 3072, device=card).bfloat16()
+    weight = torch.randn(3072, device=card).bfloat16()
+    total, normal = fused.add_norm(x, update, 1e-6, False)
+    wanted = F.layer_norm((x + update).float(), (3072,), eps=1e-6)
+    assert torch.equal(total, x + update)
+    assert error(normal, wanted) < 3e-3
+    _, rounded = fused.add_norm(x, update, 1e-6, True)
+    assert error(rounded.values.float() * rounded.scale, wanted.flatten(0, -2)) < 4e-2
+    rounded = fused.gelu_float8(x)
+    wanted = F.gelu(x.float(), approximate="tanh")
+    assert error(rounded.values.float() * rounded.scale, wanted.flatten(0, -2)) < 4e-2
+    assert error(fused.rms_norm(x, weight, 1e-6), F.rms_norm(x.float(), (3072,), weight.float())) < 3e-3
+    linear = torch.randn(256, 3072, device=card).bfloat16() / 55, torch.randn(256, device=card).bfloat16()
+    wanted = F.gelu(F.linear(x.float(), *(y.float() for y in linear)), approximate="tanh")
+    assert error(fused.gelu_linear(x, *linear), wanted) < 1e-2
+    table = rotation_table((3, 4), Grid(7, 11), AxisSplit.wan(128), card)
+    qkv = torch.randn(1, 77, 2, 9216, device=card).bfloat16()
+    for ours, part in zip(fused.norm_rotate(qkv, weight, weight, 1e-6, table, 24), qkv.chunk(3, -1)):
+        assert error(ours, plain_heads(part, weight, table, 24)) < 3e-3
