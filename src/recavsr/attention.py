@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.geometry import Grid
-from recavsr.kernels import kernels_for
+from recavsr.kernels.available import kernels_for
 
 Border = Literal["shift", "cut"]
 

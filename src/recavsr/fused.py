@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.fp8 import Float8Rows
-from recavsr.kernels import kernels_for
+from recavsr.kernels.available import kernels_for
 from recavsr.rope import rotate
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.fused import rms_norm
-from recavsr.kernels import kernels_for
+from recavsr.kernels.available import kernels_for
 
 
 class RMSNorm(nn.Module):
