@@ -25,7 +25,9 @@ from test_engine import Sink
 class Tinting(IdentityModel):
     """Makes red lighter by 4 levels, and in the second block blue darker by 10."""
 
-    def step(self, state: Any, lr_frames: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def step(
+        self, state: Any, lr_frames: torch.Tensor, wanted: int | None = None
+    ) -> tuple[Any, torch.Tensor]:
         state, frames = super().step(state, lr_frames)
         tint = torch.tensor([4.0, 0.0, -10.0 * (state.block == 2)]) / 127.5
         return state, frames + tint.view(1, 3, 1, 1, 1)
@@ -99,7 +101,9 @@ class Sleeping(IdentityModel):
         super().__init__()
         self.seconds = seconds
 
-    def step(self, state: Any, lr_frames: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def step(
+        self, state: Any, lr_frames: torch.Tensor, wanted: int | None = None
+    ) -> tuple[Any, torch.Tensor]:
         time.sleep(self.seconds)
         return super().step(state, lr_frames)
 

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -422,8 +423,7 @@ def test_lowering_keeps_every_frame(tmp_path: Path) -> None:
 
     model = SlowModel(1.6 / RATE, height=96)  # too slow at full size, fast at half
     report = run_identity(clip, tmp_path / "out.mkv", model=model, late="lower", on_event=note)
-    assert levels[0] == 1
-    assert 2 not in levels
+    assert levels[0] == 1  # and perhaps lower still, on a busy machine
     assert report.frames + report.dropped == 50
     assert report.frames >= 40  # a machine that stands still for two seconds drops some all the same
     with av.open(str(tmp_path / "out.mkv")) as container:
@@ -434,23 +434,33 @@ def test_lowering_keeps_every_frame(tmp_path: Path) -> None:
 # -- interrupts and drop-outs --------------------------------------------------------------------------
 
 
-def interrupt_when(something: Callable[[], bool]) -> None:
-    """Interrupt the main thread when something is true, or after 30 seconds."""
+@contextmanager
+def interrupted_when(something: Callable[[], bool], seconds: float) -> Iterator[None]:
+    """Interrupt the main thread inside a `with` block when something is true, or after some seconds."""
+    over = threading.Event()
 
     def watch() -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + seconds
         while not something() and time.monotonic() < end:
-            time.sleep(0.05)
+            if over.wait(0.05):
+                return
         _thread.interrupt_main()
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def test_an_interrupt_leaves_a_valid_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     clip = make_pulses(tmp_path / "in.mp4", 20.0)
     output = tmp_path / "out.mp4"
-    interrupt_when(lambda: any(part.stat().st_size > 4000 for part in tmp_path.glob(".recavsr*")))
-    code = run(["live", str(clip), str(output), "--model", "identity", "--scale", "2", "--json"])
+    arguments = ["live", str(clip), str(output), "--model", "identity", "--scale", "2", "--json"]
+    with interrupted_when(lambda: any(p.stat().st_size > 4000 for p in tmp_path.glob(".recavsr*")), 10):
+        code = run(arguments)
     assert code == 130
     said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     (result,) = [event for event in said if event["event"] == "result"]
@@ -465,6 +475,7 @@ class Director(threading.Thread):
         super().__init__(daemon=True)
         self.events: list[LiveEvent] = []
         self._play = play
+        self.over = threading.Event()  # the run has ended by itself
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -474,7 +485,8 @@ class Director(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
-            _thread.interrupt_main()
+            if not self.over.is_set():
+                _thread.interrupt_main()
 
     def of(self, kind: str) -> list[LiveEvent]:
         """Return the events of a kind so far."""
@@ -530,7 +542,10 @@ def test_drop_outs_are_survived_and_reported(tmp_path: Path, loop: ModuleType) -
     director.start()
     output = tmp_path / "out.mkv"
     url = f"tcp://127.0.0.1:{port}"
-    report = run_identity(url, output, listen=True, late="wait", on_event=director.events.append)
+    try:
+        report = run_identity(url, output, listen=True, late="wait", on_event=director.events.append)
+    finally:
+        director.over.set()
     director.join()
     assert director.error is None
     assert (report.interrupted, report.dropouts) == (True, 3)

@@ -101,7 +101,10 @@ class WindowPlan:
 
         None where every query sees the whole grid.
         """
-        return None if self.window.covers(self.grid) else _make_tiling(self.grid, self.window, self.device)
+        with torch.inference_mode(False):  # kept for training steps that may follow in the same process
+            return (
+                None if self.window.covers(self.grid) else _make_tiling(self.grid, self.window, self.device)
+            )
 
 
 @lru_cache(maxsize=32)

@@ -80,7 +80,7 @@ def command(
         other = context.args[0]
         raise InputError(
             f"one input at a time, the output follows -o: `recavsr upscale {source} -o {other}`; "
-            "for many videos name their folder"
+            "many videos are a folder or a quoted pattern (see recavsr upscale --help)"
         )
     console = Console(json_lines)
     settings: dict[str, Any] = {
