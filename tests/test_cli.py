@@ -283,7 +283,7 @@ def test_what_is_kept_is_said_and_resumed(
     monkeypatch.setattr(pipeline, "MARK_FRAMES", 8)
     monkeypatch.setattr(resume, "CHECKPOINT_SECONDS", 0.0)
 
-    def interrupted(model: IdentityModel, state: IdentityState, lr_frames: torch.Tensor, _: Any) -> tuple:
+    def interrupted(model: IdentityModel, state: IdentityState, lr_frames: torch.Tensor, _: object) -> tuple:
         if state.block < 2:
             return IdentityState(state.block + 1), lr_frames
         kept, deadline = work_folder(tmp_path / "out.mp4") / "run.json", time.monotonic() + 60
