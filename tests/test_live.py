@@ -282,6 +282,7 @@ def test_secrets_are_not_shown() -> None:
         ("missing.mp4", "out.mkv", [], "no such file"),
         ("/dev/video63", "out.mkv", [], "no such camera"),
         ("IN", "gopher://host/x", [], "no output that can be streamed to"),
+        ("IN", "srt://", [], "lacks a host"),
         ("IN", "out.avi", [], "can't write .avi"),
         ("IN", "nowhere/out.mkv", [], "does not exist"),
         ("IN", "IN", [], "exists already"),

@@ -89,8 +89,8 @@ def test_missing_unreadable_and_senseless_sources(tmp_path: Path) -> None:
         "noise.mp4": "not a video|nothing could be decoded",
         "folder": "a folder without pictures",
         "link.mp4": "a link to a file that does not exist",
-        "frames_%04d.png": "no picture files match",
-        "*.png": "no picture files match",
+        "frames_%04d.png": "no files match",
+        "*.png": "no files match",
         "subtitles.srt": "there is no video in it",
     }
     for name, reason in expected.items():

@@ -27,7 +27,7 @@ from recavsr.video.color import FromRgb
 from recavsr.video.formats import CONTAINERS, LOSSLESS, Container, Encoding, choose_encoding, container_of
 from recavsr.video.info import VideoInfo
 from recavsr.video.live_sound import SoundCopy, SoundEncoder, SoundPolicy, carries
-from recavsr.video.live_source import LiveFrame, SoundPacket, SoundTrack, shown_name
+from recavsr.video.live_source import LiveFrame, SoundPacket, SoundTrack, check_host, shown_name
 from recavsr.video.output import PendingOutput, write_error
 from recavsr.video.relay import Relay, ffmpeg_with
 from recavsr.video.source import STDIN
@@ -105,6 +105,7 @@ def resolve_destination(
                 f"{protocol}:// is no output that can be streamed to; "
                 f"use {', '.join(_SCHEMES)}, a .m3u8 playlist, a file, or - (y4m)"
             )
+        check_host(name)
         if protocol == "srt":
             ffmpeg_with("srt")
         url = name

@@ -21,6 +21,7 @@ from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
 import av
 import av.error
@@ -124,6 +125,12 @@ class SoundPacket:
         return SoundPacket(self.track, packet, self.time + ticks * packet.time_base)
 
 
+def check_host(url: str) -> None:
+    """Raise InputError where a URL of the network names neither host nor port."""
+    if not urlsplit(url).netloc:
+        raise InputError(f"{shown_name(url)}: the address lacks a host, as in srt://host:9000")
+
+
 def resolve_live(
     name: str,
     *,
@@ -151,6 +158,7 @@ def resolve_live(
     protocol = scheme[1].lower()
     if protocol not in NETWORK_SCHEMES:
         raise InputError(f"{protocol}:// is not known; live takes {', '.join(NETWORK_SCHEMES)}")
+    check_host(name)
     if listen and protocol not in ("rtmp", "tcp", "srt"):
         raise InputError(f"--listen is for rtmp, tcp and srt; {protocol} has no such mode")
     url = name

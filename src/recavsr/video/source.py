@@ -149,7 +149,7 @@ def _pattern(path: Path) -> Source:
         raise InputError(f"{name}: no such file")
     found = [p for p in found if is_picture(p)]
     if not found:
-        raise InputError(f"{name}: no picture files match this pattern")
+        raise InputError(f"{name}: no files match this pattern")
     return Source(SourceKind.SEQUENCE, name, tuple(sorted(found, key=natural_order)))
 
 
