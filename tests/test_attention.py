@@ -190,11 +190,12 @@ def test_a_plan_of_another_grid_is_refused() -> None:
 
 
 def test_a_plan_made_in_inference_mode_serves_training() -> None:
-    """Plans and rotations are kept: who upscales first and trains then must not meet inference tensors."""
+    """Plans are kept: who upscales first and trains then must not meet inference tensors."""
     grid, split = Grid(9, 11), AxisSplit.wan(32)
     with torch.inference_mode():
         plan = plan_window(grid, SpatialWindow(4, 6, border="cut"), torch.device("cpu"))
-        table = rotation_table((3, 4), grid, split, torch.device("cpu"))
+        assert plan.tiling is not None  # made here, at its first use
+    table = rotation_table((3, 4), grid, split, torch.device("cpu"))
     x = torch.randn(1, grid.cells, 2, 3, 32, requires_grad=True)
     turned = rotate(x, table).permute(0, 3, 1, 2, 4)
     windowed_attention(turned[:, :, :, :, None], turned, turned, plan).sum().backward()

@@ -167,5 +167,5 @@ def test_nano_by_the_command(tmp_path: Path) -> None:
     arguments = ["bench", "--size", "64x48", "--frames", "22", "--device", "cpu", "--precision", "fp32"]
     assert run([*arguments, "--no-baseline", "--no-files", "-o", str(output)]) == 0
     (row,) = json.loads(output.read_text())["rows"]
-    assert (row["model"], row["size"]) == ("nano", "48x64")
+    assert (row["model"], row["size"]) == ("nano", "64x64")
     assert "baseline" not in row
