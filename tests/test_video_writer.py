@@ -9,6 +9,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from media import ffmpeg, ffprobe, make_clip, packets, pixels, run_identity, tim
 from recavsr.errors import InputError
 from recavsr.video.images import encode_picture
 from recavsr.video.output import PendingOutput
+from recavsr.video.writer import mend_decoding_times
 
 
 @pytest.fixture(scope="module")
@@ -412,3 +414,23 @@ def test_cover_pictures_are_kept(tmp_path: Path) -> None:
             assert len(times(tmp_path / name)) == 5
         report = run_identity(tmp_path / source, tmp_path / "out.webm", overwrite=True, quality=40)
         assert report.warnings == (".webm can't hold cover picture 1 (png), it is left out; .mkv can",)
+
+
+def test_decoding_times_that_can_not_be_are_mended() -> None:
+    def packets(*times: tuple[int, int]) -> list[av.Packet]:
+        made = []
+        for pts, dts in times:
+            packet = av.Packet(4)
+            packet.pts, packet.dts, packet.duration = pts, dts, 40
+            made.append(packet)
+        return made
+
+    (alone,) = made = packets((0, 8908818372740748722))
+    mend_decoding_times(made)
+    assert (alone.pts, alone.dts) == (0, 0)
+    reordered = packets((0, -(2**40)), (120, 120 - 2**40), (40, 40 - 2**40), (80, 80 - 2**40))
+    mend_decoding_times(reordered)
+    assert [packet.dts for packet in reordered] == [-40, 0, 40, 80]
+    fine = packets((0, -80), (80, -40), (40, 0))
+    mend_decoding_times(fine)
+    assert [packet.dts for packet in fine] == [-80, -40, 0]

@@ -105,6 +105,8 @@ class _Encoder:
         if self._context is None or not self._used:
             return []
         packets = self._with_durations(self._context.encode(None))
+        if self._encoding.library == "libx265":
+            mend_decoding_times(packets)
         self._context, self._used = None, False
         return packets
 
@@ -141,6 +143,23 @@ class _Encoder:
             if packet.pts is not None:
                 packet.duration = self._durations.pop(packet.pts, packet.duration or 0)
         return packets
+
+
+def mend_decoding_times(packets: list[Packet]) -> None:
+    """Give the last packets of an encoder decoding times where it gave none that can be.
+
+    x265 subtracts a delay that it never measured where a run has fewer frames than it reorders: the times are
+    then whatever was in memory.
+    """
+    shown = sorted(packet.pts for packet in packets if packet.pts is not None)
+    if len(shown) != len(packets) or not packets:
+        return
+    reach = shown[-1] - shown[0] + 16 * max(packet.duration or 0 for packet in packets)
+    if all(p.dts is not None and shown[0] - reach <= p.dts <= cast(int, p.pts) for p in packets):
+        return
+    delay = max(time - cast(int, packet.pts) for time, packet in zip(shown, packets))
+    for time, packet in zip(shown, packets):
+        packet.dts = time - delay
 
 
 class VideoWriter:
