@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -122,17 +123,10 @@ def decode_planes(path: Path | str) -> Iterator[Planes]:
         for picture in sorted(filter(is_picture, path.iterdir()), key=natural_order):
             yield from decode_planes(picture)
         return
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise InputError(f"{path}: there is no picture in it")
-            stream = container.streams.video[0]
-            stream.thread_count = 1
-            to_444 = VideoReformatter()
-            for frame in container.decode(stream):
-                yield _planes(frame, to_444)
-    except (av.error.FFmpegError, OSError) as error:
-        raise InputError(f"{path}: can't be read ({error})") from error
+    with _opened(path) as (container, stream):
+        to_444 = VideoReformatter()
+        for frame in container.decode(stream):
+            yield _planes(frame, to_444)
 
 
 def decode_planes_from(
@@ -150,21 +144,28 @@ def decode_planes_from(
         for picture in pictures[first:]:
             yield from decode_planes(picture)
         return
+    with _opened(path) as (container, stream):
+        frames, number = _entered(container, stream, keyframe), keyframe[0] if keyframe else 0
+        if frames is None:
+            container.seek(0, stream=stream)
+            frames, number = container.decode(stream), 0
+        to_444 = VideoReformatter()
+        for frame in itertools.islice(frames, first - number, None):
+            if frame.is_corrupt:
+                raise InputError(f"{path}: damaged at {frame.time} s")
+            yield _planes(frame, to_444)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Open a file's first video stream, decoded by one thread; what can't be read is an InputError."""
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 raise InputError(f"{path}: there is no picture in it")
             stream = container.streams.video[0]
             stream.thread_count = 1
-            frames, number = _entered(container, stream, keyframe), keyframe[0] if keyframe else 0
-            if frames is None:
-                container.seek(0, stream=stream)
-                frames, number = container.decode(stream), 0
-            to_444 = VideoReformatter()
-            for frame in itertools.islice(frames, first - number, None):
-                if frame.is_corrupt:
-                    raise InputError(f"{path}: damaged at {frame.time} s")
-                yield _planes(frame, to_444)
+            yield container, stream
     except (av.error.FFmpegError, OSError) as error:
         raise InputError(f"{path}: can't be read ({error})") from error
 
