@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from recavsr.cache_policy import CacheAction
+from recavsr.evaluation import metrics
 from recavsr.geometry import BlockPlan
 from recavsr.training import nano
 from recavsr.training.losses import (
@@ -19,6 +22,7 @@ from recavsr.training.losses import (
     latent_statistics_penalty,
     perceptual,
     psnr,
+    structural_dissimilarity,
     temporal_difference,
 )
 from recavsr.training.rollout import decode_blocks, roll_out
@@ -123,7 +127,7 @@ def test_every_loss_trains_all_its_parameters(model: nano.NanoTraining, name: st
 def test_later_blocks_count_more(model: nano.NanoTraining) -> None:
     """The first block's frames have the base weight, later ones theirs on top."""
     stage = replace(nano.STAGES["joint"](), latents=3, plan=BlockPlan(1, 1), latent_weight=0.0)
-    stage = replace(stage, difference_weight=0.0)
+    stage = replace(stage, difference_weight=0.0, structure_weight=0.0, hard_lr_share=0.0)
     hq = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     lr = (hq + 0.1 * torch.randn_like(hq)).clamp(-1, 1)
 
@@ -189,6 +193,40 @@ def test_latent_statistics_penalty() -> None:
     assert latent_statistics_penalty(normal) < 1e-3
     assert latent_statistics_penalty(normal + 1).item() == pytest.approx(1, abs=0.05)
     assert latent_statistics_penalty(3 * normal).item() == pytest.approx(4, abs=0.1)
+
+
+def test_structural_dissimilarity_is_that_of_the_metric() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 256, (3, 24, 30, 3)).astype(np.uint8)
+    output = np.clip(truth + rng.normal(0, 20, truth.shape), 0, 255).astype(np.uint8)
+    x, y = (torch.from_numpy(v).permute(3, 0, 1, 2)[None] / 127.5 - 1 for v in (output, truth))
+    x = x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = structural_dissimilarity(x, y)
+    # The metric rounds luma to 8 bits.
+    assert loss.item() == pytest.approx(1 - metrics.ssim(output, truth).mean(), abs=3e-4)
+    assert structural_dissimilarity(y, y).item() == pytest.approx(0, abs=1e-6)
+    (gradient,) = torch.autograd.grad(loss, x)
+    nearer = structural_dissimilarity(x - 100 * gradient, y)
+    assert nearer < loss
+
+
+def test_a_decoder_with_blurred_frames_has_only_its_latents(model: nano.NanoTraining) -> None:
+    """Frames with the same means of 16 x 16 pixels are one to it; the generator still sees the difference."""
+    deaf = copy.deepcopy(model)
+    torch.nn.init.zeros_(deaf.decoder.latent_projection.weight)
+    hq = torch.rand(1, 3, 5, 32, 32) * 2 - 1
+    turned = hq.unfold(3, 16, 16).unfold(4, 16, 16).flip(5).transpose(4, 5).flatten(3, 4).flatten(4, 5)
+
+    def pixel(model: nano.NanoTraining, hard_share: float, lr: Tensor) -> float:
+        torch.manual_seed(0)
+        changes = {"latents": 2, "plan": BlockPlan(1, 1), "hard_lr_share": hard_share}
+        losses = nano.joint_loss(model, replace(nano.STAGES["joint"](), **changes), None)(hq, lr)
+        return losses["pixel"].item()
+
+    assert pixel(deaf, 1.0, hq) == pytest.approx(pixel(deaf, 1.0, turned), rel=1e-6)
+    assert pixel(deaf, 0.0, hq) != pytest.approx(pixel(deaf, 0.0, turned), rel=1e-4)
+    assert pixel(model, 1.0, hq) != pytest.approx(pixel(model, 1.0, turned), rel=1e-6)
 
 
 def test_a_soft_loss_of_still_pixels_wants_changes_spread_out() -> None:

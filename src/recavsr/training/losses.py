@@ -64,6 +64,40 @@ def temporal_difference(
     return error.mean()
 
 
+def structural_dissimilarity(frames: Tensor, target: Tensor) -> Tensor:
+    """Return 1 - SSIM of the luma, mean over the valid positions of all frames.
+
+    As `evaluation.metrics.ssim` (Wang et al. 2004: Gaussian window 11 / 1.5, K1 = .01, K2 = .03), but without
+    rounding to 8 bits and without a floor at 0: there is a gradient everywhere. In float32 throughout.
+    """
+    with torch.autocast(frames.device.type, enabled=False):
+        x, y = (_half_luma(v.float()).flatten(0, 1) for v in (frames, target))
+        blurred = _blurred(torch.stack([x, y, x * x, y * y, x * y], dim=1))
+        mean_x, mean_y, xx, yy, xy = blurred.unbind(1)
+        variances, covariance = xx - mean_x**2 + yy - mean_y**2, xy - mean_x * mean_y
+        mean_x, mean_y = mean_x + 0.5, mean_y + 0.5
+        c1, c2 = 0.01**2, 0.03**2
+        structure = (2 * covariance + c2) / (variances + c2)
+        brightness = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
+        return 1 - (structure * brightness).mean()
+
+
+def _half_luma(frames: Tensor) -> Tensor:
+    """Return the luma [B, F, H, W] in [-0.5, 0.5]: centred, so that variances keep their digits."""
+    red, green, blue = frames.unbind(1)
+    return 0.1495 * red + 0.2935 * green + 0.057 * blue
+
+
+def _blurred(planes: Tensor, size: int = 11, sigma: float = 1.5) -> Tensor:
+    """Filter planes [N, C, H, W] by a Gaussian window; valid positions only."""
+    places = torch.arange(size, device=planes.device) - (size - 1) / 2
+    taps = torch.exp(-places.square() / (2 * sigma**2))
+    channels = planes.shape[1]  # one group each: kernels for that never round to TF32
+    taps = (taps / taps.sum()).expand(channels, 1, 1, size)
+    rows = F.conv2d(planes, taps, groups=channels)
+    return F.conv2d(rows, taps.transpose(2, 3), groups=channels)
+
+
 def perceptual(
     frames: Tensor,
     target: Tensor,
@@ -117,6 +151,8 @@ class FrameLosses:
     """Of differences across latent borders, beyond the others' (not in the paper)."""
     still_softness: float = 1e-3
     """Below this the still pixels' part is quadratic."""
+    structure_weight: float = 0.0
+    """Of 1 - SSIM (not in the paper)."""
     perceptual_frames: int | None = None
     """Frames of a clip that the perceptual distance looks at, drawn anew each step; None: all."""
 
@@ -140,6 +176,9 @@ class FrameLosses:
             ),
         }
         total = self.pixel_weight * terms["pixel"] + self.difference_weight * terms["difference"]
+        if self.structure_weight:
+            terms["structure"] = structural_dissimilarity(frames, hq)
+            total = total + self.structure_weight * terms["structure"]
         if self.perceptual_weight and distance is not None:
             picks = pick_frames(hq.shape[2], self.perceptual_frames, hq.device)
             terms["perceptual"] = perceptual(frames, hq, distance, picks, checkpoint=checkpoint)

@@ -200,8 +200,9 @@ class Stage:
     still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
     still_softness: float = 1e-3  # below this their part is quadratic
     border_weight: float = 0.0  # of differences across latent borders, beyond the others'
+    structure_weight: float = 0.0  # of 1 - SSIM
     perceptual_weight: float = 0.0
-    hard_lr_share: float = 0.4  # autoencoder: samples whose LR is blurred away, so that latents matter
+    hard_lr_share: float = 0.0  # samples whose LR is blurred away before the decoder, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
     no_latent_share: float = 0.0  # autoencoder: of the samples with good LR, those decoded without latents
     plan: BlockPlan = PLAN  # of rollouts: a short first block leaves fewer latents without history
@@ -224,6 +225,7 @@ class Stage:
             still_weight=self.still_weight,
             border_weight=self.border_weight,
             still_softness=self.still_softness,
+            structure_weight=self.structure_weight,
             perceptual_frames=3,
         )
 
@@ -233,13 +235,16 @@ def _rate(learning_rate: float) -> OptimizerSettings:
 
 
 def _steady(stage: Stage) -> Stage:
-    """Return the stage with weights against flicker of still pixels and a pulse at latent borders."""
-    return replace(stage, still_weight=16.0, still_softness=0.02, border_weight=1.0)
+    """Return the stage with weights against flicker of still pixels and a pulse at latent borders.
+
+    Both blur a little; the weight of structure is there to hold against it.
+    """
+    return replace(stage, still_weight=6.0, still_softness=0.02, border_weight=0.5, structure_weight=0.1)
 
 
 def autoencoder_stage() -> Stage:
     """Encoder and LR-conditioned decoder on true latents; 9-frame clips."""
-    return Stage(latents=3, batch=32, optimizer=_rate(6e-4), no_latent_share=0.4)
+    return Stage(latents=3, batch=32, optimizer=_rate(6e-4), hard_lr_share=0.4, no_latent_share=0.4)
 
 
 def generator_stage() -> Stage:
@@ -257,12 +262,12 @@ def teacher_stage() -> Stage:
 
 def joint_stage() -> Stage:
     """Generator and decoder together by RGB losses through self-rollout over 6 + 4 x 2 latents."""
-    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4)))
+    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4), hard_lr_share=0.25))
 
 
 def polish_stage() -> Stage:
     """The joint stage with a perceptual loss at a low rate."""
-    return replace(joint_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.06)
+    return replace(joint_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.06, hard_lr_share=0.0)
 
 
 def control_stage() -> Stage:
@@ -357,7 +362,9 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
         condition = model.generator.condition(model.prompt)
         noise = torch.randn_like(target)
         blocks = roll_out(model.generator, condition, noise, lr, plan, through_history=through)
-        frames = decode_blocks(model.decoder, blocks, lr, plan, through_history=through)
+        # What the decoder does not see in its LR frames, the generator has to tell it.
+        given, _ = with_hard_share(lr, stage.hard_lr_share)
+        frames = decode_blocks(model.decoder, blocks, given, plan, through_history=through)
         latents = torch.cat(blocks, dim=2)
 
         def from_block(index: int, losses: FrameLosses) -> dict[str, Tensor]:
