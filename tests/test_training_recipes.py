@@ -21,7 +21,7 @@ from recavsr.data.clips import ClipSource
 from recavsr.data.pack import build_pack
 from recavsr.data.pool import PairSettings, TrainingPool
 from recavsr.errors import InputError
-from recavsr.training import recipes
+from recavsr.training import recipes, runner
 from recavsr.training.batches import PairSource, PoolSource, Prefetch, size_of_batch
 from recavsr.training.distributed import World
 from recavsr.training.nano import NanoTraining
@@ -184,11 +184,20 @@ def test_the_list(capsys: pytest.CaptureFixture) -> None:
         (["train"], "name a recipe: nano_full"),
         (["train", "nano_7"], "no recipe 'nano_7'"),
         (["train", "nano_debug"], "needs --data"),
+        (["train", "nano_debug", "--data", "D", "--out", "O", "--stage", "jont"], "has no stage 'jont'; its"),
     ],
 )
 def test_bad_commands(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
     assert run(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_only_the_stages_named_run_in_the_order_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(runner, "run_recipe", lambda recipe, *rest: called.append(recipe))
+    only = ["--stage", "stage2", "--stage", "joint"]
+    assert run(["train", "nano_debug", "--data", "D", "--out", "O", "--device", "cpu", *only]) == 0
+    assert [stage.name for stage in called[0].stages] == ["joint", "stage2"]
 
 
 def test_a_folder_without_data_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

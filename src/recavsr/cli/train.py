@@ -17,6 +17,9 @@ def command(
     data: Annotated[Path | None, typer.Option("--data", help="Data folder or pack.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run.")] = None,
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their stages.")] = False,
+    stages: Annotated[
+        list[str] | None, typer.Option("--stage", help="Only this stage of the recipe; may be repeated.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     seconds: Annotated[float | None, typer.Option(min=1, help="Time of the whole recipe.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each stage.")] = None,
@@ -56,6 +59,12 @@ def command(
     if data is None or out is None:
         raise InputError("training needs --data (a data folder or pack) and --out (a folder for the run)")
     chosen = RECIPES[recipe]()
+    if stages:
+        known_stages = [stage.name for stage in chosen.stages]
+        for name in stages:
+            if name not in known_stages:
+                raise InputError(f"{recipe} has no stage {name!r}; its stages: {', '.join(known_stages)}")
+        chosen = replace(chosen, stages=tuple(stage for stage in chosen.stages if stage.name in stages))
     if stream:
         chosen = replace(chosen, data="stream")
     if not resume and holds_a_run(out, chosen):
