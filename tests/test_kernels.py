@@ -60,22 +60,46 @@ def test_window_attention_equals_its_definition(
     torch.testing.assert_close(ours.float(), wanted, atol=2e-3, rtol=2e-3)
 
 
-def test_the_tile_of_the_kernel_fits_and_is_cheap(interpreted: Any) -> None:
-    grid, window, launch = Grid(34, 60), SpatialWindow(22, 40), interpreted.window.Launch()
-    height, width, fits = interpreted.window.tile_of_cells(grid, window, 64, launch)
-    assert height * width <= 64
+@pytest.mark.parametrize(
+    ("grid", "window"),
+    [
+        (Grid(34, 60), SpatialWindow(22, 40)),
+        (Grid(23, 40), SpatialWindow(22, 40)),
+        (Grid(20, 90), SpatialWindow(22, 40)),
+        (Grid(9, 12), SpatialWindow(8, 8, stride=4)),
+        (Grid(17, 30), SpatialWindow(8, 8, **CUT)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cells", [64, 7, 1])
+def test_tiles_cover_the_grid_once(interpreted: Any, grid: Grid, window: SpatialWindow, cells: int) -> None:
+    tiles, _ = interpreted.window.tiles_of(grid, window, cells, interpreted.window.Launch())
+    covered = torch.zeros(grid.height, grid.width, dtype=torch.int)
+    for y, x, height, width in tiles:
+        assert 1 <= height * width <= cells
+        covered[y : y + height, x : x + width] += 1
+    assert (covered == 1).all()
+
+
+def test_tiles_walk_few_keys_in_vain(interpreted: Any) -> None:
+    """Over the grid of 1080p: an eighth."""
+    grid, window, launch = Grid(34, 60), SpatialWindow(22, 40), interpreted.window.Launch(block=(2, 8))
+    tiles, fits = interpreted.window.tiles_of(grid, window, 64, launch)
+    rows, columns = window.rows(grid), window.columns(grid)
+
+    def walked(tile: tuple[int, int, int, int]) -> int:
+        y, x, height, width = tile
+        down = rows[y + height - 1].stop - rows[y].start
+        across = columns[x + width - 1].stop - columns[x].start
+        return -(-down // 2) * -(-across // 8) * 16
+
+    assert sum(height * width * walked((y, x, height, width)) for y, x, height, width in tiles) < (
+        1.13 * grid.cells * 22 * 40
+    )
+    assert len(tiles) <= 38
+    assert walked(tiles[0]) == max(map(walked, tiles)) > walked(tiles[-1]) == min(map(walked, tiles))
     assert fits
-    assert interpreted.window.tile_of_cells(grid, window, 1, launch)[:2] == (1, 1)
-    assert not interpreted.window.tile_of_cells(Grid(23, 60), window, 64, launch)[2]  # 24 rows of blocks
-
-    def area(height: int, width: int) -> int:
-        rows = [window.rows(grid)[y : y + height] for y in range(0, 34, height)]
-        columns = [window.columns(grid)[x : x + width] for x in range(0, 60, width)]
-        down = [-(-(span[-1].stop - span[0].start) // 4) for span in rows]
-        across = [-(-(span[-1].stop - span[0].start) // 8) for span in columns]
-        return sum(down) * sum(across)
-
-    assert area(height, width) <= min(area(8, 8), area(4, 16), area(1, 60))
+    assert not interpreted.window.tiles_of(Grid(23, 60), window, 64, interpreted.window.Launch())[1]
 
 
 def plain_heads(x: Tensor, weight: Tensor, table: Tensor, heads: int) -> Tensor:
