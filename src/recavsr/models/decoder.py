@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import add_rms_norm
+from recavsr.fused import add_rms_norm, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
@@ -28,6 +28,9 @@ from recavsr.state import State
 
 PIECE_LATENTS = 2
 """Latents that are decoded at once without gradients: those of a steady block."""
+
+PIECE_ROWS = 16_384
+"""Cells of frames that are widened at once, on a card: a quarter of those of a steady block at 1080p."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,11 @@ class LinearHead(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
-        pixels = self.outer(F.silu(self.inner(x))).unflatten(1, (grid.height, grid.width))
+        pixels = in_pieces(self._pixels, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
         return F.pixel_shuffle(pixels.permute(0, 3, 4, 1, 2), self.stride).transpose(1, 2)
+
+    def _pixels(self, x: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(x)))
 
 
 class ConvolutionalHead(nn.Module):
