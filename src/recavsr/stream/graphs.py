@@ -213,8 +213,10 @@ class _Place:
         """Return where graphs read noise, LR frames and the position, and where they write the frames."""
         if self._buffers is None:
             position = torch.zeros((), dtype=torch.int64, device=noise.device)
-            frames = torch.empty_like(lr_frames, dtype=dtype)
-            self._buffers = torch.empty_like(noise), torch.empty_like(lr_frames), position, frames
+            given = torch.empty_like(lr_frames)
+            # Frames are written last, when the LR frames have been read: one buffer does for both.
+            frames = given if dtype == given.dtype else torch.empty_like(given, dtype=dtype)
+            self._buffers = torch.empty_like(noise), given, position, frames
         return self._buffers
 
     def replay(
