@@ -114,9 +114,13 @@ class BlockGraphs:
         for place in self._places:
             if place.tenant() is state:
                 return place
-        if state.block == 0:
-            return next((p for p in self._places if p.free and p.size == (state.height, state.width)), None)
-        return None
+        if state.block > 0:
+            return None
+        size = (state.height, state.width)
+        self._places = [
+            p for p in self._places if p.size == size or not p.free
+        ]  # the others' memory is wanted
+        return next((p for p in self._places if p.free), None)
 
     def _settled(
         self, place: _Place | None, before: Any, pattern: Hashable, after: Any, frames: Tensor
@@ -125,8 +129,7 @@ class BlockGraphs:
         form = _form(after)
         steady = form == _form(before)
         if steady and (place is None or place.form != form):
-            size = (after.height, after.width)
-            self._places = [p for p in self._places if p is not place and (p.size == size or not p.free)]
+            self._places = [p for p in self._places if p is not place]
             place = None
             if len(self._places) < STREAMS and not self._off:
                 place = _Place(after, form)
