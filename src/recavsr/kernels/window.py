@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import groupby
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +26,9 @@ from recavsr.geometry import Grid
 
 FAR = tl.constexpr(1 << 20)
 LOG2_E = 1.4426950408889634
+
+USE_HOPPER_KERNEL = False
+"""Whether a Hopper card takes the kernel in `hopper.py`. Off until it has been measured on one."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +60,85 @@ def supports(query: Tensor) -> bool:
     return fits and rows <= 64 and query.dtype in (torch.bfloat16, torch.float16)
 
 
+Tile = tuple[int, int, int, int]
+"""First row, first column, rows, columns of the cells whose queries one program takes."""
+
+
 @lru_cache(maxsize=64)
-def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, launch: Launch) -> tuple[int, int, bool]:
-    """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid.
+def tiles_of(grid: Grid, window: SpatialWindow, cells: int, launch: Launch) -> tuple[tuple[Tile, ...], bool]:
+    """Cut a grid into rectangles of at most `cells` cells, such that programs take few steps in all.
 
-    Also returns whether the blocks of every union of windows fit into the grid.
+    Near the borders of a grid many cells share one window: tiles that do not reach beyond such a plateau
+    walk no key in vain. The longest tiles come first, so that short ones fill the card's last round. Also
+    returns whether the blocks of every union of windows fit into the grid.
     """
-
-    def blocks(spans: Sequence[range], side: int, block: int) -> list[int]:
-        lasts = [spans[min(start + side, len(spans)) - 1].stop for start in range(0, len(spans), side)]
-        return [-(-(last - span.start) // block) for last, span in zip(lasts, spans[::side])]
-
     rows, columns = window.rows(grid), window.columns(grid)
-    high, wide = launch.block
-    at_once = launch.keys // (high * wide)
+    at_once = launch.keys // (launch.block[0] * launch.block[1])
 
-    def steps(shape: tuple[int, int]) -> int:
-        down, across = blocks(rows, shape[0], high), blocks(columns, shape[1], wide)
-        return sum(-(-height * width // at_once) for height in down for width in across)
+    def steps(tile: Tile) -> int:
+        y, x, height, width = tile
+        down = _blocks(rows[y : y + height], launch.block[0])
+        return -(-down * _blocks(columns[x : x + width], launch.block[1]) // at_once)
 
-    shapes = [
-        (height, width)
-        for height in range(1, min(cells, grid.height) + 1)
-        for width in range(1, min(cells // height, grid.width) + 1)
-    ]
-    best = min(shapes, key=steps)
-    fits = high * max(blocks(rows, best[0], high)) <= grid.height
-    return *best, fits and wide * max(blocks(columns, best[1], wide)) <= grid.width
+    def cut(area: Tile) -> list[Tile]:
+        """Cut an area into tiles of one shape as well as can be."""
+        y, x, height, width = area
+        shapes = {(high, min(cells // high, width)) for high in range(1, min(cells, height) + 1)}
+        choices = [
+            [
+                (y + top, x + left, min(high, height - top), min(wide, width - left))
+                for top in range(0, height, high)
+                for left in range(0, width, wide)
+            ]
+            for high, wide in sorted(shapes)
+        ]
+        return min(choices, key=lambda tiles: sum(map(steps, tiles)))
+
+    choices = []
+    for down in _stretches(rows):
+        for across in _stretches(columns):
+            areas = [(y.start, x.start, len(y), len(x)) for y in down for x in across]
+            choices.append([tile for area in areas for tile in cut(area)])
+    best = min(choices, key=lambda tiles: sum(map(steps, tiles)) + len(tiles))
+    fits = all(
+        _blocks(spans[start : start + side], block) * block <= extent
+        for y, x, height, width in best
+        for spans, start, side, block, extent in (
+            (rows, y, height, launch.block[0], grid.height),
+            (columns, x, width, launch.block[1], grid.width),
+        )
+    )
+    return tuple(sorted(best, key=steps, reverse=True)), fits
+
+
+def _blocks(spans: Sequence[range], block: int) -> int:
+    return -(-(spans[-1].stop - spans[0].start) // block)
+
+
+def _stretches(spans: Sequence[range]) -> list[list[range]]:
+    """Return an axis whole, and cut where a plateau of cells with one window begins or ends."""
+    runs = [len(list(run)) for _, run in groupby(spans)]
+    stretches, start, moving = [], 0, 0
+    for run in [*runs, 2]:  # the last one only ends what moves before it
+        if run == 1:
+            moving += 1
+            continue
+        if moving:
+            stretches.append(range(start, start + moving))
+        start, moving = start + moving, 0
+        stretches.append(range(start, start + run))
+        start += run
+    whole = [range(len(spans))]
+    return [whole, stretches[:-1]] if max(runs) > 1 else [whole]
+
+
+@lru_cache(maxsize=64)
+def _tiles_on(
+    grid: Grid, window: SpatialWindow, cells: int, launch: Launch, device: torch.device
+) -> tuple[Tensor, bool]:
+    tiles, fits = tiles_of(grid, window, cells, launch)
+    with torch.inference_mode(False):
+        return torch.tensor(tiles, dtype=torch.int32).to(device), fits
 
 
 def window_attention(
@@ -94,12 +151,14 @@ def window_attention(
     """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N, T', D].
 
     Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
+    Without a `launch` a Hopper card takes the kernel made for it.
     """
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats
+    if launch is None and USE_HOPPER_KERNEL and (hopper := _hopper()) and hopper.supports(query, pieces):
+        return on_hopper(query, pieces, grid, window)
     launch = launch or launch_for(width, a_cell)
-    *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch)
-    tiles = -(-grid.height // tile[0]) * -(-grid.width // tile[1])
+    tiles, fits = _tiles_on(grid, window, max(1, launch.queries // a_cell), launch, query.device)
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
     (key, value), (more_keys, more_values) = pieces[0], pieces[-1]
     if any(x.stride(-1) != 1 for x in (query, key, value, more_keys, more_values)):
@@ -107,7 +166,8 @@ def window_attention(
     side = (window.height, window.width)
     if window.border == "shift":
         side = (min(window.height, grid.height), min(window.width, grid.width))
-    _window_attention[(tiles, groups, batch)](
+    _window_attention[(groups, len(tiles), batch)](
+        tiles,
         query,
         key,
         value,
@@ -123,10 +183,8 @@ def window_attention(
         key.shape[3],
         more_keys.shape[3] if len(pieces) > 1 else 0,
         width**-0.5 * LOG2_E,
-        GRID_H=grid.height,
-        GRID_W=grid.width,
-        TILE_H=tile[0],
-        TILE_W=tile[1],
+        grid.height,
+        grid.width,
         SIDE_H=side[0],
         SIDE_W=side[1],
         REACH_H=(window.height - window.stride + 1) // 2,
@@ -149,6 +207,34 @@ def window_attention(
     return out
 
 
+def on_hopper(
+    query: Tensor,
+    pieces: Sequence[tuple[Tensor, Tensor]],
+    grid: Grid,
+    window: SpatialWindow,
+    block: tuple[int, int] = (8, 8),
+    stages: int = 4,
+    persistent: bool = True,
+) -> Tensor:
+    """Do what `window_attention` does by the kernel in `hopper.py`; for the rest see `hopper.Ring`."""
+    hopper, a_cell = _hopper(), query.shape[3] * query.shape[4]
+    launch = Launch(keys=block[0] * block[1], block=block)
+    tiles, fits = _tiles_on(grid, window, launch.queries // a_cell, launch, query.device)
+    return hopper.window_attention(
+        query, pieces, grid, window, tiles, fits, hopper.Ring(block, stages, persistent)
+    )
+
+
+@cache
+def _hopper() -> Any:
+    """Return the module with the kernel for Hopper cards, None where this Triton has no Gluon."""
+    try:
+        from recavsr.kernels import hopper
+    except ImportError:
+        return None
+    return hopper
+
+
 # ------------------------------------------------------------------------------------------------ kernels
 
 
@@ -157,7 +243,7 @@ def _first(
     cell,
     reach: tl.constexpr,
     side: tl.constexpr,
-    extent: tl.constexpr,
+    extent,
     stride: tl.constexpr,
     cut: tl.constexpr,
 ):
@@ -168,57 +254,55 @@ def _first(
     return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["latents", "latents2", "grid_h", "grid_w"])
 def _window_attention(
-    query_at, key_at, value_at, key2_at, value2_at, out_at,
+    tiles_at, query_at, key_at, value_at, key2_at, value2_at, out_at,
     q_b, q_g, q_n, q_t, q_r,
     k_b, k_g, k_n, k_t,
     v_b, v_g, v_n, v_t,
     k2_b, k2_g, k2_n, k2_t,
     v2_b, v2_g, v2_n, v2_t,
     o_b, o_g, o_n, o_t, o_r,
-    latents, latents2, scale,
-    GRID_H: tl.constexpr, GRID_W: tl.constexpr, TILE_H: tl.constexpr, TILE_W: tl.constexpr,
+    latents, latents2, scale, grid_h, grid_w,
     SIDE_H: tl.constexpr, SIDE_W: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     STRIDE: tl.constexpr, CUT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
     FITS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    tiles_across: tl.constexpr = (GRID_W + TILE_W - 1) // TILE_W
-    tile = tl.program_id(0)
-    group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    y, x = tile // tiles_across * TILE_H, tile % tiles_across * TILE_W
-    y_last, x_last = tl.minimum(y + TILE_H, GRID_H) - 1, tl.minimum(x + TILE_W, GRID_W) - 1
+    group, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    tile = tiles_at + 4 * tl.program_id(1)
+    y, x, height, width = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    y_last, x_last = y + height - 1, x + width - 1
 
     # Queries of the tile: heads fastest, then latents, then cells. What is left over repeats the last cell.
     index = tl.arange(0, QUERIES)
     of_cell = index // (T * R)
     latent, head = index // R % T, index % R
-    row, column = y + of_cell // TILE_W, x + of_cell % TILE_W
-    real = (of_cell < TILE_H * TILE_W) & (row <= y_last) & (column <= x_last)
-    row, column = tl.minimum(row, y_last), tl.minimum(column, x_last)
-    cell = row * GRID_W + column
+    real = of_cell < height * width
+    of_cell = tl.minimum(of_cell, height * width - 1)
+    row, column = y + of_cell // width, x + of_cell % width
+    cell = row * grid_w + column
     channel = tl.arange(0, D)
     place = cell * q_n + latent * q_t + head * q_r
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])
 
     # Of the windows of the tile: where the first and the last begin, and their union in blocks of keys.
     top, low = (
-        _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
-        _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
+        _first(y, REACH_H, SIDE_H, grid_h, STRIDE, CUT),
+        _first(y_last, REACH_H, SIDE_H, grid_h, STRIDE, CUT),
     )
     left, right = (
-        _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
-        _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
+        _first(x, REACH_W, SIDE_W, grid_w, STRIDE, CUT),
+        _first(x_last, REACH_W, SIDE_W, grid_w, STRIDE, CUT),
     )
     begin_y, begin_x = tl.maximum(top, 0), tl.maximum(left, 0)
-    blocks_y = tl.cdiv(tl.minimum(low + SIDE_H, GRID_H) - begin_y, BLOCK_H)
-    blocks_x = tl.cdiv(tl.minimum(right + SIDE_W, GRID_W) - begin_x, BLOCK_W)
+    blocks_y = tl.cdiv(tl.minimum(low + SIDE_H, grid_h) - begin_y, BLOCK_H)
+    blocks_x = tl.cdiv(tl.minimum(right + SIDE_W, grid_w) - begin_x, BLOCK_W)
     if FITS:  # blocks that would reach over the border move back inside
-        begin_y = tl.minimum(begin_y, GRID_H - blocks_y * BLOCK_H)
-        begin_x = tl.minimum(begin_x, GRID_W - blocks_x * BLOCK_W)
-    row_first = _first(row, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)[:, None]
-    column_first = _first(column, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)[:, None]
+        begin_y = tl.minimum(begin_y, grid_h - blocks_y * BLOCK_H)
+        begin_x = tl.minimum(begin_x, grid_w - blocks_x * BLOCK_W)
+    row_first = _first(row, REACH_H, SIDE_H, grid_h, STRIDE, CUT)[:, None]
+    column_first = _first(column, REACH_W, SIDE_W, grid_w, STRIDE, CUT)[:, None]
 
     total = tl.zeros([QUERIES, D], tl.float32)
     largest = tl.full([QUERIES], -1e30, tl.float32)  # finite: a step may hold no visible key
@@ -240,7 +324,7 @@ def _window_attention(
             clear = clear & exists & (first_row >= low) & (first_row + BLOCK_H <= top + SIDE_H)
             clear = clear & (first_column >= right) & (first_column + BLOCK_W <= left + SIDE_W)
             if not FITS:
-                clear = clear & (first_row + BLOCK_H <= GRID_H) & (first_column + BLOCK_W <= GRID_W)
+                clear = clear & (first_row + BLOCK_H <= grid_h) & (first_column + BLOCK_W <= grid_w)
             mine = block_of_key == block
             key_row += tl.where(mine, tl.where(exists, first_row, FAR), 0)
             load_row += tl.where(mine, tl.where(exists, first_row, begin_y), 0)
@@ -248,7 +332,7 @@ def _window_attention(
             block_x += 1
             block_y += (block_x == blocks_x).to(tl.int32)
             block_x = tl.where(block_x == blocks_x, 0, block_x)
-        key_cell = load_row * GRID_W + key_column
+        key_cell = load_row * grid_w + key_column
         key_places, value_places = (
             key_cell[:, None] * k_n + channel[None, :],
             key_cell[:, None] * v_n + channel[None, :],
@@ -257,7 +341,7 @@ def _window_attention(
             key = tl.load(keys + key_places)
             value = tl.load(values + value_places)
         else:
-            on_grid = (load_row < GRID_H) & (key_column < GRID_W)
+            on_grid = (load_row < grid_h) & (key_column < grid_w)
             key = tl.load(keys + key_places, mask=on_grid[:, None], other=0.0)
             value = tl.load(values + value_places, mask=on_grid[:, None], other=0.0)
             key_row = tl.where(on_grid, key_row, FAR)

@@ -20,14 +20,17 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import add_rms_norm
+from recavsr.fused import add_rms_norm, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
-from recavsr.rope import AxisSplit, rotate, rotation_table
+from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
 
 PIECE_LATENTS = 2
 """Latents that are decoded at once without gradients: those of a steady block."""
+
+PIECE_ROWS = 16_384
+"""Cells of frames that are widened at once, on a card: a quarter of those of a steady block at 1080p."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,11 @@ class LinearHead(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
-        pixels = self.outer(F.silu(self.inner(x))).unflatten(1, (grid.height, grid.width))
+        pixels = in_pieces(self._pixels, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
         return F.pixel_shuffle(pixels.permute(0, 3, 4, 1, 2), self.stride).transpose(1, 2)
+
+    def _pixels(self, x: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(x)))
 
 
 class ConvolutionalHead(nn.Module):
@@ -305,29 +311,44 @@ class FlashDecoder(nn.Module):
         """Return the state before the first latent of a stream."""
         return DecoderState((None,) * (self.config.depth + self.config.refinement_depth), 0)
 
-    def step(self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> tuple[DecoderState, Tensor]:
+    def step(
+        self,
+        state: DecoderState,
+        sr_latents: Tensor,
+        lr_frames: Tensor,
+        dtype: torch.dtype | None = torch.float32,
+        position: Tensor | None = None,
+    ) -> tuple[DecoderState, Tensor]:
         """Decode the next latents.
 
         `sr_latents` [B, C, T, H, W] are normalised; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are
         their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
-        [B, 3, F, s H, s W], not clamped, in float32. Without gradients a long first block goes through
-        in pieces, which bounds its memory.
+        [B, 3, F, s H, s W], not clamped, in `dtype`; None: in that of the head's last step, which holds all
+        that they are. Without gradients a long first block goes through in pieces, which bounds its memory.
+        `position` is the state's next position on the device [], for a captured graph.
         """
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
-            return self._step(state, sr_latents, lr_frames)
+            return self._step(state, sr_latents, lr_frames, dtype, position)
         _check_counts(state, sr_latents, lr_frames)
-        frames, first = lr_frames.new_empty(lr_frames.shape, dtype=torch.float32), 0
+        frames, first = lr_frames.new_empty(0), 0
         # A card is full with one latent; its memory is what counts.
         for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
-            state, frames[:, :, first : first + count] = self._step(
-                state, piece, lr_frames[:, :, first : first + count]
-            )
+            state, made = self._step(state, piece, lr_frames[:, :, first : first + count], dtype, position)
+            position = None if position is None else position + piece.shape[2]
+            if first == 0:
+                frames = made.new_empty(lr_frames.shape)
+            frames[:, :, first : first + count] = made
             first += count
         return state, frames
 
     def _step(
-        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
+        self,
+        state: DecoderState,
+        sr_latents: Tensor,
+        lr_frames: Tensor,
+        frames_dtype: torch.dtype | None,
+        position: Tensor | None = None,
     ) -> tuple[DecoderState, Tensor]:
         dtype = self.latent_projection.weight.dtype
         latents, height, width = sr_latents.shape[2:]
@@ -349,19 +370,21 @@ class FlashDecoder(nn.Module):
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
         window = plan_window(grid, self.config.window, x.device)
-        turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device)
+        times = following(range(first, first + latents), position)
+        turn = rotation_table(times, grid, split, x.device)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
         x = x + self.lr_late_projection(stem)
-        frames_at = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
-        turn = rotation_table(tuple(frames_at), grid, split, x.device)
+        times = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
+        frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)
+        turn = rotation_table(frames_at, grid, split, x.device)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
-        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:]).float()
-        return DecoderState(tuple(histories), first + latents), frames
+        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:])
+        return DecoderState(tuple(histories), first + latents), frames.to(frames_dtype or frames.dtype)
 
 
 def _check_counts(state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> None:

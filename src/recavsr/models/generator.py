@@ -20,10 +20,10 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid, frames_of_latents
 from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
-from recavsr.models.kv_history import KVHistory, extend, overwrite
+from recavsr.models.kv_history import HistoryPlan, KVHistory, extend, overwrite, plan_overwrite
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
 from recavsr.models.visibility import Visibility, schedule_visibility
-from recavsr.rope import AxisSplit, rotation_table
+from recavsr.rope import AxisSplit, following, rotation_table
 from recavsr.state import State
 
 ONE_STEP = 1000.0
@@ -217,13 +217,15 @@ class Generator(nn.Module):
         noise: Tensor,
         lr_frames: Tensor,
         in_place: bool = False,
+        position: Tensor | None = None,
     ) -> tuple[GeneratorState, Tensor]:
         """Generate the next block in one pass (Eq. 1).
 
         `noise` is [B, C, T, H, W] in float32; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are the LR
         frames of the block at output size (F = 4 T, or 4 T - 3 at the start). Returns the next state
         and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent: with
-        `in_place` the next one lives in its memory, to half of what two histories need.
+        `in_place` the next one lives in its memory, to half of what two histories need. `position` is the
+        state's next position once more, on the device [], for a captured graph to read at each replay.
         Raises ValueError where the frames do not fit the latents.
         """
         config = self.config
@@ -235,7 +237,7 @@ class Generator(nn.Module):
         recycled = _aligned(state.recycled if config.recycling else None, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
 
-        turn = rotation_table(positions, grid, self._split, x.device)
+        turn = rotation_table(following(positions, position), grid, self._split, x.device)
         window = plan_window(grid, config.window, x.device)
         histories: list[KVHistory | None] = []
         rule, remember = config.schedule.anchor_rule, overwrite if in_place else extend
@@ -249,6 +251,15 @@ class Generator(nn.Module):
             projector, tuple(histories), sr_latents.to(x.dtype), state.next_position + latents
         )
         return after, sr_latents
+
+    def plan_histories(self, state: GeneratorState, latents: int) -> tuple[HistoryPlan, ...]:
+        """Return for each layer what the next block of so many latents does to its history in place."""
+        schedule, first = self.config.schedule, state.next_position
+        positions = tuple(range(first, first + latents))
+        return tuple(
+            plan_overwrite(history.positions if history else (), positions, action, schedule.anchor_rule)
+            for history, action in zip(state.layers, schedule.actions, strict=True)
+        )
 
     def forward(
         self,
