@@ -56,10 +56,12 @@ def supports(query: Tensor) -> bool:
 
 
 @lru_cache(maxsize=64)
-def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, launch: Launch) -> tuple[int, int, bool]:
+def tile_of_cells(
+    grid: Grid, window: SpatialWindow, cells: int, launch: Launch, query_rows: range | None = None
+) -> tuple[int, int, bool]:
     """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid.
 
-    Also returns whether the blocks of every union of windows fit into the grid.
+    `query_rows` are the rows that ask (None: all). Also returns whether the blocks of every union of windows fit into the grid.
     """
 
     def blocks(spans: Sequence[range], side: int, block: int) -> list[int]:
@@ -67,6 +69,8 @@ def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, launch: Launch)
         return [-(-(last - span.start) // block) for last, span in zip(lasts, spans[::side])]
 
     rows, columns = window.rows(grid), window.columns(grid)
+    if query_rows is not None:
+        rows = rows[query_rows.start : query_rows.stop]
     high, wide = launch.block
     at_once = launch.keys // (high * wide)
 
@@ -76,7 +80,7 @@ def tile_of_cells(grid: Grid, window: SpatialWindow, cells: int, launch: Launch)
 
     shapes = [
         (height, width)
-        for height in range(1, min(cells, grid.height) + 1)
+        for height in range(1, min(cells, len(rows)) + 1)
         for width in range(1, min(cells // height, grid.width) + 1)
     ]
     best = min(shapes, key=steps)
@@ -90,16 +94,18 @@ def window_attention(
     grid: Grid,
     window: SpatialWindow,
     launch: Launch | None = None,
+    rows: range | None = None,
 ) -> Tensor:
-    """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N, T', D].
+    """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N', T', D].
 
-    Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
+    Keys are those of the whole grid, queries those of its `rows` (None: all). Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
     """
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats
     launch = launch or launch_for(width, a_cell)
-    *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch)
-    tiles = -(-grid.height // tile[0]) * -(-grid.width // tile[1])
+    *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch, rows)
+    asking = range(grid.height) if rows is None else rows
+    tiles = -(-len(asking) // tile[0]) * -(-grid.width // tile[1])
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
     (key, value), (more_keys, more_values) = pieces[0], pieces[-1]
     if any(x.stride(-1) != 1 for x in (query, key, value, more_keys, more_values)):
@@ -125,6 +131,8 @@ def window_attention(
         width**-0.5 * LOG2_E,
         GRID_H=grid.height,
         GRID_W=grid.width,
+        FIRST_ROW=asking.start,
+        ROWS=len(asking),
         TILE_H=tile[0],
         TILE_W=tile[1],
         SIDE_H=side[0],
@@ -178,7 +186,8 @@ def _window_attention(
     v2_b, v2_g, v2_n, v2_t,
     o_b, o_g, o_n, o_t, o_r,
     latents, latents2, scale,
-    GRID_H: tl.constexpr, GRID_W: tl.constexpr, TILE_H: tl.constexpr, TILE_W: tl.constexpr,
+    GRID_H: tl.constexpr, GRID_W: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_W: tl.constexpr,
     SIDE_H: tl.constexpr, SIDE_W: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     STRIDE: tl.constexpr, CUT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -187,8 +196,8 @@ def _window_attention(
     tiles_across: tl.constexpr = (GRID_W + TILE_W - 1) // TILE_W
     tile = tl.program_id(0)
     group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    y, x = tile // tiles_across * TILE_H, tile % tiles_across * TILE_W
-    y_last, x_last = tl.minimum(y + TILE_H, GRID_H) - 1, tl.minimum(x + TILE_W, GRID_W) - 1
+    y, x = FIRST_ROW + tile // tiles_across * TILE_H, tile % tiles_across * TILE_W
+    y_last, x_last = tl.minimum(y + TILE_H, FIRST_ROW + ROWS) - 1, tl.minimum(x + TILE_W, GRID_W) - 1
 
     # Queries of the tile: heads fastest, then latents, then cells. What is left over repeats the last cell.
     index = tl.arange(0, QUERIES)
@@ -197,7 +206,7 @@ def _window_attention(
     row, column = y + of_cell // TILE_W, x + of_cell % TILE_W
     real = (of_cell < TILE_H * TILE_W) & (row <= y_last) & (column <= x_last)
     row, column = tl.minimum(row, y_last), tl.minimum(column, x_last)
-    cell = row * GRID_W + column
+    cell = (row - FIRST_ROW) * GRID_W + column
     channel = tl.arange(0, D)
     place = cell * q_n + latent * q_t + head * q_r
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])

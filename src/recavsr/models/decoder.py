@@ -23,6 +23,7 @@ from recavsr.errors import InputError
 from recavsr.fused import add_rms_norm
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
+from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.state import State
 
@@ -163,7 +164,7 @@ class GroupedAttention(nn.Module):
         config, size = self.config, self.group_frames
         query, key, value = self.heads_of(x, rotation)
         query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
-        key, value = (y.permute(0, 3, 1, 2, 4) for y in (key, value))
+        key, value = window.with_borrowed(*(y.permute(0, 3, 1, 2, 4) for y in (key, value)))
         reach, frames = (config.window_latents - 1) * size, x.shape[2]
         held = 0 if history is None else history.keys.shape[3]
         results = []
@@ -224,6 +225,8 @@ class DecoderLayer(nn.Module):
 class LinearHead(nn.Module):
     """Two linear layers and a pixel shuffle: absolute RGB (the released decoder)."""
 
+    reach = 0  # rows of cells around that a cell's pixels depend on
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.stride = config.latent_stride
@@ -248,6 +251,7 @@ class ConvolutionalHead(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         channels, self.opening = config.head_channels, config.latent_stride // self.factor
+        self.reach = -(-4 // self.opening)  # four convolutions, one after the other
         pixels = 3 * self.factor**2
         self.inner = nn.Linear(config.width, channels * self.opening**2)
         self.stem = nn.Conv2d(pixels, channels, 3, padding=1)
@@ -305,29 +309,34 @@ class FlashDecoder(nn.Module):
         """Return the state before the first latent of a stream."""
         return DecoderState((None,) * (self.config.depth + self.config.refinement_depth), 0)
 
-    def step(self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> tuple[DecoderState, Tensor]:
+    def step(
+        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor, band: Band | None = None
+    ) -> tuple[DecoderState, Tensor]:
         """Decode the next latents.
 
         `sr_latents` [B, C, T, H, W] are normalised; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are
         their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
         [B, 3, F, s H, s W], not clamped, in float32. Without gradients a long first block goes through
-        in pieces, which bounds its memory.
+        in pieces, which bounds its memory. With a `band` of the latent rows, latents and results are those of
+        the band, LR frames those of its LR rows.
         """
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
-            return self._step(state, sr_latents, lr_frames)
+            return self._step(state, sr_latents, lr_frames, band)
         _check_counts(state, sr_latents, lr_frames)
-        frames, first = lr_frames.new_empty(lr_frames.shape, dtype=torch.float32), 0
+        height = sr_latents.shape[3] * self.config.latent_stride
+        shape = (*lr_frames.shape[:3], height, lr_frames.shape[4])
+        frames, first = lr_frames.new_empty(shape, dtype=torch.float32), 0
         # A card is full with one latent; its memory is what counts.
         for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
             state, frames[:, :, first : first + count] = self._step(
-                state, piece, lr_frames[:, :, first : first + count]
+                state, piece, lr_frames[:, :, first : first + count], band
             )
             first += count
         return state, frames
 
     def _step(
-        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor
+        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor, band: Band | None
     ) -> tuple[DecoderState, Tensor]:
         dtype = self.latent_projection.weight.dtype
         latents, height, width = sr_latents.shape[2:]
@@ -339,7 +348,8 @@ class FlashDecoder(nn.Module):
         if lead:  # the first latent stands for one frame, shown as the last of its four
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
-        stem = self.lr_stem(grid_cells(lr_frames.to(dtype), self.config.latent_stride))  # B N F lr
+        own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
+        stem = self.lr_stem(grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1).contiguous())
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
@@ -348,20 +358,39 @@ class FlashDecoder(nn.Module):
         split = AxisSplit.flash_decoder(self.config.width // self.config.heads)
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
-        window = plan_window(grid, self.config.window, x.device)
-        turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device)
+        if band is None:
+            first_row, window = 0, plan_window(grid, self.config.window, x.device)
+        else:
+            first_row, window = band.own.start, band.plan(width, self.config.window, x.device)
+        turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
         x = x + self.lr_late_projection(stem)
         frames_at = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
-        turn = rotation_table(tuple(frames_at), grid, split, x.device)
+        turn = rotation_table(tuple(frames_at), grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
-        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:]).float()
+        x, lr_frames = x[:, :, lead:], lr_frames[:, :, lead:]
+        frames = self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
+        frames = frames.float()
         return DecoderState(tuple(histories), first + latents), frames
+
+
+def _head_of_band(
+    head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: Tensor, band: Band
+) -> Tensor:
+    """Apply a head to the cells `x` [B, N, F, C] of a band: those around that it reads are borrowed."""
+    around = band.around(head.reach)
+    rows, own = around[band.rank], band.own
+    grid = Grid(len(rows), x.shape[1] // len(own))
+    if head.reach:
+        x = band.with_borrowed(x, around)
+    frames = head(x, grid, band.lr_frames_around(lr_frames, head.reach))
+    pixels = frames.shape[3] // len(rows)
+    return frames[:, :, :, (own.start - rows.start) * pixels : (own.stop - rows.start) * pixels]
 
 
 def _check_counts(state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> None:

@@ -22,6 +22,7 @@ from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import KVHistory, extend, overwrite
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
+from recavsr.models.row_parallel import Band
 from recavsr.models.visibility import Visibility, schedule_visibility
 from recavsr.rope import AxisSplit, rotation_table
 from recavsr.state import State
@@ -217,13 +218,15 @@ class Generator(nn.Module):
         noise: Tensor,
         lr_frames: Tensor,
         in_place: bool = False,
+        band: Band | None = None,
     ) -> tuple[GeneratorState, Tensor]:
         """Generate the next block in one pass (Eq. 1).
 
         `noise` is [B, C, T, H, W] in float32; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are the LR
         frames of the block at output size (F = 4 T, or 4 T - 3 at the start). Returns the next state
         and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent: with
-        `in_place` the next one lives in its memory, to half of what two histories need.
+        `in_place` the next one lives in its memory, to half of what two histories need. With a `band` of the
+        token rows, noise and latents are those of the band, LR frames those of its LR rows.
         Raises ValueError where the frames do not fit the latents.
         """
         config = self.config
@@ -232,11 +235,16 @@ class Generator(nn.Module):
         if lr_frames.shape[2] != frames_of_latents(state.next_position, latents):
             raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
         projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames)
+        if band is not None:
+            lr_tokens = band.cells_of_own(lr_tokens)
         recycled = _aligned(state.recycled if config.recycling else None, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
 
-        turn = rotation_table(positions, grid, self._split, x.device)
-        window = plan_window(grid, config.window, x.device)
+        if band is None:
+            first_row, window = 0, plan_window(grid, config.window, x.device)
+        else:
+            first_row, window = band.own.start, band.plan(grid.width, config.window, x.device)
+        turn = rotation_table(positions, grid, self._split, x.device, first_row)
         histories: list[KVHistory | None] = []
         rule, remember = config.schedule.anchor_rule, overwrite if in_place else extend
         for block, action, constants, history in zip(

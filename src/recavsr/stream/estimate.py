@@ -119,7 +119,7 @@ def _look_at(
     """Return the model (if it is small), the bytes that it needs, and whether they are a card's."""
     if not isinstance(model, (str, os.PathLike)):
         return model, _frames_of_a_block(model.blocks, out_size), model.device.type != "cpu"
-    target = resolve_device(device)
+    target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
     name, on_card = os.fspath(model), target.type != "cpu"
     settings = {"device": device, "precision": precision, "memory": memory}

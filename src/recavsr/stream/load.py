@@ -22,6 +22,7 @@ from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
+from recavsr.stream.devices import open_shared
 from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
 
@@ -136,6 +137,7 @@ def load(
     memory: int | str | None = None,
     out_size: tuple[int, int] = (1080, 1920),
     tell: Callable[[str], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> BlockModel:
     """Load a model.
 
@@ -144,10 +146,23 @@ def load(
     none such). `first_block_latents` shortens the first block for a lower latency (default 6
     latents, 21 frames). `memory` ("8GB", or bytes) bounds what the device's memory has to hold at `out_size`
     (height, width): layers that do not fit wait in main memory; `tell` gets the plan, line by line, before
-    the weights are read. Raises InputError where the model can not be found or does not fit.
+    the weights are read. Several devices, "cuda:0,cuda:1", share each stream by rows of the picture, for
+    which processes are started; `share` is what each of them is given. Raises InputError where the model can
+    not be found or does not fit.
     """
+    devices = [resolve_device(part.strip()) for part in str(device).split(",")]
+    if len(devices) > 1:
+        return open_shared(
+            "recavsr.stream.load:load",
+            devices,
+            name=str(name),
+            precision=precision,
+            first_block_latents=first_block_latents,
+            memory=memory,
+            out_size=out_size,
+        )
     blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
-    target = resolve_device(device)
+    target = devices[0]
     dtype = resolve_precision(precision, target)
     if str(name) == "identity":
         return IdentityModel(target, blocks)
@@ -168,7 +183,7 @@ def load(
     decoder = folder.load_decoder(target, dtype)
     if target.type == "cuda" and dtype != torch.float32:
         decoder = pack(decoder)
-    return ReCaVSR(str(name), generator, decoder, prompt, blocks)
+    return ReCaVSR(str(name), generator, decoder, prompt, blocks, share)
 
 
 def _resident_layers(
@@ -204,6 +219,7 @@ def random_model(
     memory: int | str | None = None,
     out_size: tuple[int, int] = (1080, 1920),
     tell: Callable[[str], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> ReCaVSR:
     """Make a model of these sizes with random weights, on the device, in its final form: to measure speed.
 
@@ -238,4 +254,4 @@ def random_model(
         parameter.data = parameter.data.to(dtype)
     if target.type == "cuda" and dtype != torch.float32:
         decoder = pack(decoder)
-    return ReCaVSR(name, generator, decoder, prompt)
+    return ReCaVSR(name, generator, decoder, prompt, share=share)

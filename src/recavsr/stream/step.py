@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, frames_of_latents
 from recavsr.models.decoder import DecoderState, FlashDecoder
 from recavsr.models.generator import Generator, GeneratorState
+from recavsr.models.row_parallel import Band
 from recavsr.state import State
 
 
@@ -69,8 +71,14 @@ class ReCaVSR:
         decoder: FlashDecoder,
         prompt: Tensor,
         blocks: BlockPlan = BlockPlan(),  # noqa: B008
+        share: tuple[int, int] = (0, 1),
     ) -> None:
+        """Take the parts. With a `share` (rank, ranks) this is one of several processes of one stream.
+
+        Each then takes the LR frames of its band's LR rows, and makes the frames of its band (see `bands`).
+        """
         self.name, self.blocks = name, blocks
+        self.rank, self.ranks = share
         self.generator, self.decoder = generator, decoder
         self.size_multiple = generator.config.token_stride
         self.device, self.dtype = prompt.device, generator.head.weight.dtype
@@ -81,6 +89,7 @@ class ReCaVSR:
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
+        self.bands(height)  # refused where it can not be shared
         return StreamState(self.generator.start(), self.decoder.start(), height, width, seed, shot, 0)
 
     @torch.inference_mode()
@@ -99,7 +108,10 @@ class ReCaVSR:
             latents = next(n for n in count(1) if frames_of_latents(first, n) >= wanted)
             sr_latents = sr_latents[:, :, :latents]
             lr_frames = lr_frames[:, :, : frames_of_latents(first, latents)]
-        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames)
+        band = self._band(state.height)
+        if band is not None:
+            band = band.finer(self.generator.config.patch)
+        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames, band)
         after = StreamState(
             generator, decoder, state.height, state.width, state.seed, state.shot, state.block + 1
         )
@@ -115,8 +127,24 @@ class ReCaVSR:
         latents = self.blocks.latents(state.block)
         shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
         noise = self._noise(shape, state.seed, state.shot, state.block)
-        in_place = self.device.type == "cuda"
-        return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place)
+        in_place, band = self.device.type == "cuda", self._band(state.height)
+        if band is not None:
+            rows = band.finer(config.patch).own
+            noise = noise[:, :, :, rows.start : rows.stop]
+        return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place, band)
+
+    def bands(self, height: int) -> tuple[Band, ...]:
+        """Return the rows of tokens that each process computes of a picture of that many pixels.
+
+        Raises InputError where there are fewer rows than processes.
+        """
+        rows = height // self.size_multiple
+        if rows < self.ranks:
+            raise InputError(f"a height of {height} is {rows} rows of tokens, too few for {self.ranks} devices")
+        return Band.split(rows, self.ranks, self.generator.config.patch)
+
+    def _band(self, height: int) -> Band | None:
+        return None if self.ranks == 1 else self.bands(height)[self.rank]
 
 
 def _fingerprint(*parts: nn.Module) -> str:
