@@ -61,7 +61,8 @@ def tile_of_cells(
 ) -> tuple[int, int, bool]:
     """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid.
 
-    `query_rows` are the rows that ask (None: all). Also returns whether the blocks of every union of windows fit into the grid.
+    `query_rows` are the rows that ask (None: all). Also returns whether the blocks of every union of windows
+    fit into the grid.
     """
 
     def blocks(spans: Sequence[range], side: int, block: int) -> list[int]:
@@ -98,7 +99,8 @@ def window_attention(
 ) -> Tensor:
     """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N', T', D].
 
-    Keys are those of the whole grid, queries those of its `rows` (None: all). Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
+    Keys are those of the whole grid, queries those of its `rows` (None: all). Channels must be adjacent in
+    memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
     """
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats

@@ -374,14 +374,14 @@ class FlashDecoder(nn.Module):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         x, lr_frames = x[:, :, lead:], lr_frames[:, :, lead:]
-        frames = self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
+        frames = (
+            self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
+        )
         frames = frames.float()
         return DecoderState(tuple(histories), first + latents), frames
 
 
-def _head_of_band(
-    head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: Tensor, band: Band
-) -> Tensor:
+def _head_of_band(head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: Tensor, band: Band) -> Tensor:
     """Apply a head to the cells `x` [B, N, F, C] of a band: those around that it reads are borrowed."""
     around = band.around(head.reach)
     rows, own = around[band.rank], band.own

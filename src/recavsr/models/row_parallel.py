@@ -2,11 +2,11 @@
 
 Everything in the networks is done token by token, but for two things. Convolutions of the LR frames read
 neighbours: a process gets the frames of its band and of a few rows around. Window attention reads keys and
-values of the rows around: each layer exchanges them once a block, those of the block's own latents only, since a
-history keeps what was borrowed.
+values of the rows around: each layer exchanges them once a block, those of the block's own latents only,
+since a history keeps what was borrowed.
 
-The rows that a band's windows reach make a grid of their own in which the windows of the band lie as they do in
-the whole grid, also where the border shifts or cuts them: nothing else has to know of other processes.
+The rows that a band's windows reach make a grid of their own in which the windows of the band lie as they do
+in the whole grid, also where the border shifts or cuts them: nothing else has to know of other processes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Band:
     def cells_of_own(self, x: Tensor) -> Tensor:
         """Return those of the cells `x` [B, N, ...] of the LR rows that are this process's own."""
         rows, own = self.lr_rows, self.own
-        return x.unflatten(1, (len(rows), -1))[:, own.start - rows.start : own.stop - rows.start].flatten(1, 2)
+        return x.unflatten(1, (len(rows), -1))[:, own.start - rows.start : own.stop - rows.start].flatten(
+            1, 2
+        )
 
     def lr_frames_around(self, lr_frames: Tensor, reach: int) -> Tensor:
         """Cut the LR frames [B, 3, F, H, W] of the LR rows to the band with `reach` rows on either side."""

@@ -1,7 +1,8 @@
-"""One stream over several devices: each computes a band of rows (`models.row_parallel`) in a process of its own.
+"""One stream over several devices: each computes a band of the picture's rows, in a process of its own.
 
-The caller's process has the first device and hands out LR frames; workers have the others, are told what to do
-line by line in JSON, and hand back their rows. What a worker remembers of a stream stays with it, under a number.
+The caller's process has the first device and hands out LR frames; workers have the others, are told what to
+do line by line in JSON, and hand back their rows (see `models.row_parallel`). What a worker remembers of a
+stream stays with it, under a number.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class SharedModel:
 
         Raises InputError where a worker was lost: the model can not be used any more.
         """
+        self._check()
         lr_frames = lr_frames.to(self.dtype)
         if isinstance(state, GatheredState):
             state = self._spread(state)
@@ -197,9 +199,12 @@ class SharedModel:
                 worker.receive("loaded")
         return SharedState(own, kept)
 
-    def _on_failure_end(self) -> _OnFailure:
+    def _check(self) -> None:
         if self._ended is not None:
             raise InputError(self._ended)
+
+    def _on_failure_end(self) -> _OnFailure:
+        self._check()
         return _OnFailure(self)
 
 
@@ -234,8 +239,8 @@ def open_shared(opener: str, devices: Sequence[torch.device], **arguments: Any) 
     """Open a model on several devices, the first of them in this process.
 
     `opener` ("module:function") is called in every process with `arguments` (plain JSON values), its `device`
-    and its `share` (rank, ranks), and returns a ReCaVSR. Raises InputError where it does so anywhere, or where
-    a worker is lost.
+    and its `share` (rank, ranks), and returns a ReCaVSR. Raises InputError where it does so anywhere, or
+    where a worker is lost.
     """
     if dist.is_initialized():
         raise InputError("several devices for one stream: this process already works with others")
@@ -335,7 +340,7 @@ class _Worker:
             raise _LostError from error
 
     def receive(self, wanted: str) -> Any:
-        """Wait for the answer of this name; raise InputError or _LostError where another one, or none, comes."""
+        """Wait for the answer of this name; raise InputError where it refused, _LostError where it ended."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             answer = json.loads(line)

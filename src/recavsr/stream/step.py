@@ -140,7 +140,9 @@ class ReCaVSR:
         """
         rows = height // self.size_multiple
         if rows < self.ranks:
-            raise InputError(f"a height of {height} is {rows} rows of tokens, too few for {self.ranks} devices")
+            raise InputError(
+                f"a height of {height} is {rows} rows of tokens, too few for {self.ranks} devices"
+            )
         return Band.split(rows, self.ranks, self.generator.config.patch)
 
     def _band(self, height: int) -> Band | None:
