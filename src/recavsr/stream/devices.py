@@ -133,6 +133,12 @@ class SharedModel:
             self._wait()
         return SharedState(made, after), result
 
+    def peak_memory(self) -> list[int]:
+        """Return the most bytes allocated on each card since this was last asked."""
+        with self._lock, self._on_failure_end():
+            self._tell({"do": "memory"})
+            return [_peak(self.device), *(worker.receive("memory") for worker in self._workers)]
+
     def close(self) -> None:
         """End the workers. The model can not be used any more."""
         self._ended = self._ended or "this model was closed"
@@ -283,6 +289,8 @@ def _opened(opener: str, arguments: dict[str, Any], device: torch.device, share:
 def _join(store: dist.Store, device: torch.device, rank: int, ranks: int) -> None:
     """Connect this process with the others, and see that they are there."""
     on_card = device.type == "cuda"
+    # A lost peer is ours to report: the library would end this process, or none.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(
         "nccl" if on_card else "gloo",
         store=store,
@@ -299,6 +307,15 @@ def transfer(operations: list[dist.P2POp]) -> None:
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+def _peak(device: torch.device) -> int:
+    """Return the most bytes allocated since this was last asked."""
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def _current(device: torch.device) -> Any:
@@ -459,6 +476,8 @@ def _serve(answer: Callable[..., None]) -> None:
         elif order["do"] == "load":
             kept[order["to"]] = StreamState.load(_part(order["folder"], rank), device)[0]
             answer(loaded=rank)
+        elif order["do"] == "memory":
+            answer(memory=_peak(device))
 
 
 def _step(model: ReCaVSR, kept: dict[int, StreamState], order: dict[str, Any]) -> StreamState:
