@@ -1,4 +1,4 @@
-"""One stream over several cards against one card, in the same run: speed, memory, agreement, time in exchanges.
+"""One stream over several cards against one, in the same run: speed, memory, agreement, time in exchanges.
 
     PYTHONPATH=src python benchmarks/multi_gpu.py --precision bf16 --output multi_gpu.json
 
@@ -6,10 +6,10 @@ The 5B model with random weights (speed is that of the released ones) at 4K and 
 `device="cuda:0,cuda:1"` does the same. Every part that fails prints its traceback, and the next one begins;
 results are printed and written as they come, and no part begins after `--seconds`.
 
-Parts: `links` (what a copy between two cards reaches), `agreement` (a few small blocks on all cards against one,
-beside what a rounding of the LR frames changes), then for each size `one`, `all`, `exchange` (of a block on the
-first card: all calls of `Band._exchange`, their copies and the wait for the other side included), `lost` (with
-`--kill`: a worker is killed in the middle of a stream, and one line must say so).
+Parts: `links` (what a copy between two cards reaches), `agreement` (a few small blocks on all cards against
+one, beside what a rounding of the LR frames changes), then for each size `one`, `all`, `exchange` (of a block
+on the first card: all calls of `Band._exchange`, their copies and the wait for the other side included),
+`lost` (with `--kill`: a worker is killed in the middle of a stream, and one line must say so).
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def lost(model: SharedModel) -> dict[str, Any]:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=RANDOM_5B, help=f"{RANDOM_5B} (random weights), nano, a model folder")
+    parser.add_argument(
+        "--model", default=RANDOM_5B, help=f"{RANDOM_5B} (random weights), nano, a model folder"
+    )
     parser.add_argument("--devices", default="cuda:0,cuda:1")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--size", default="4k,1080p", help="of " + ", ".join(SIZES))

@@ -17,6 +17,7 @@ from torch import Tensor
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
 from recavsr.geometry import BlockPlan, padded_size
+from recavsr.kernels.available import kernels_on
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
@@ -173,7 +174,7 @@ def load(
     make = linear_layers(precision, target)
     resident = None
     if memory is not None:
-        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1])
+        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1], target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:  # the reference: the plain form
@@ -193,6 +194,7 @@ def _resident_layers(
     blocks: BlockPlan,
     memory: int | str,
     prompt_tokens: int,
+    device: torch.device,
     dtype: torch.dtype,
     make: MakeLinear | None,
     tell: Callable[[str], None] | None,
@@ -201,7 +203,8 @@ def _resident_layers(
     size = padded_size(*out_size, config.token_stride)
     weight = dtype.itemsize if make is None else 1
     budget = parse_memory(memory)
-    plan = plan_memory(config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
+    sizes = (config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
+    plan = plan_memory(*sizes, kernels=kernels_on(device, dtype))
     if tell is not None:
         for line in plan.lines():
             tell(line)
@@ -241,7 +244,7 @@ def random_model(
     prompt = torch.randn(1, prompt_tokens, config.text_width, device=target)
     make, resident = linear_layers(precision, target), None
     if memory is not None:
-        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens)
+        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens, target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:
