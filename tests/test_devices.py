@@ -19,11 +19,9 @@ from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.models.generator import Generator, GeneratorState
 from recavsr.stream.devices import GatheredState, SharedModel, open_shared
-from recavsr.stream.engine import upscale
 from recavsr.stream.load import load
 from recavsr.stream.session import Session
 from recavsr.stream.step import ReCaVSR
-from recavsr.video.clips import read_clip, write_clip
 from tiny import GENERATOR, STRIDE, one_thread, tiny_decoder, tiny_generator, tiny_prompt
 
 SIZE = (11 * STRIDE, 6 * STRIDE)  # eleven rows: no number of processes divides them
@@ -154,6 +152,9 @@ def test_what_can_not_be_shared_is_refused() -> None:
 
 
 def test_a_file_over_two_processes(tmp_path: Path) -> None:
+    from recavsr.stream.engine import upscale  # PyAV may be missing where the tests of cards run
+    from recavsr.video.clips import read_clip, write_clip
+
     frames = np.random.default_rng(1).integers(0, 256, (24, 24, 32, 3), np.uint8)
     write_clip(tmp_path / "in.mkv", frames, 25)
     for name, device in (("one", "cpu"), ("two", "cpu,cpu")):
@@ -164,3 +165,30 @@ def test_a_file_over_two_processes(tmp_path: Path) -> None:
     assert one.shape == (24, 96, 128, 3)
     assert np.abs(one - two).max() <= 2
     assert not torch.distributed.is_initialized()  # the workers ended with their model
+
+
+@pytest.mark.gpu
+def test_two_cards_make_the_frames_of_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one card only")
+    size, random = (224, 320), torch.Generator().manual_seed(0)
+    alone = load("nano", device="cuda:0", precision="bf16")
+    model = load("nano", device="cuda:0,cuda:1", precision="bf16")
+    assert isinstance(model, SharedModel)
+    try:
+        theirs, ours = alone.start(*size), model.start(*size)
+        for index in range(6):
+            lr_frames = torch.rand(1, 3, alone.blocks.frames(index), *size, generator=random).cuda() * 2 - 1
+            theirs, wanted = alone.step(theirs, lr_frames)
+            ours, frames = model.step(ours, lr_frames)
+            assert (frames.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+        saved = ours.gathered()
+        assert {tensor.device for tensor in saved.parts[1].tensors()} == {torch.device("cpu")}
+        _, wanted = model.step(ours, lr_frames)
+        again, frames = model.step(saved, lr_frames)
+        assert torch.equal(frames, wanted)
+        os.kill(model._workers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(InputError, match="the worker on cuda:1 was lost: ended by signal 9"):
+            model.step(again, lr_frames)
+    finally:
+        model.close()  # type: ignore[union-attr]

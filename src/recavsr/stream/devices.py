@@ -289,17 +289,18 @@ def _opened(opener: str, arguments: dict[str, Any], device: torch.device, share:
 def _join(store: dist.Store, device: torch.device, rank: int, ranks: int) -> None:
     """Connect this process with the others, and see that they are there."""
     on_card = device.type == "cuda"
-    # A lost peer is ours to report: the library would end this process, or none.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    dist.init_process_group(
-        "nccl" if on_card else "gloo",
-        store=store,
-        rank=rank,
-        world_size=ranks,
-        timeout=_PATIENCE,
-        device_id=device if on_card else None,
-    )
-    dist.all_reduce(torch.zeros(1, device=device))
+    if on_card:  # a lost peer is ours to report: the library would end this process
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    with _current(device):
+        dist.init_process_group(
+            "nccl" if on_card else "gloo",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=_PATIENCE,
+            device_id=device if on_card else None,
+        )
+        dist.all_reduce(torch.zeros(1, device=device))
 
 
 def transfer(operations: list[dist.P2POp]) -> None:

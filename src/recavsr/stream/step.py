@@ -170,7 +170,9 @@ class NoiseAhead:
     """Gives a card what `block_noise` gives, and makes that of the next block while the card computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._worker = device, ThreadPoolExecutor(1)
+        # On its own card: memory is locked through the context of the thread's current one.
+        self._device = device
+        self._worker = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
         self._ahead: tuple[tuple[Any, ...], Future[Tensor]] | None = None
 
     def __call__(self, shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
