@@ -55,10 +55,9 @@ class SharedState(State):
         return SharedState(self.own.clone(), None if self.others is None else self.others.clone())
 
     def gathered(self) -> GatheredState:
-        """Return the same state with the workers' parts in this process, to be saved."""
-        if self.others is None:
-            return GatheredState((self.own,))
-        return GatheredState((self.own, *self.others.fetch()))
+        """Return the same state with the workers' parts in this process, in main memory, to be saved."""
+        parts = [] if self.others is None else self.others.fetch()
+        return GatheredState((self.own.to("cpu"), *parts))
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class SharedModel:
             return [StreamState.load(file)[0] for file in files]
 
     def _spread(self, state: GatheredState) -> SharedState:
-        own = state.parts[0]
+        own = state.parts[0].to(self.device)
         if own.block == 0:
             return SharedState(own, None)
         if len(state.parts) != self.ranks:
