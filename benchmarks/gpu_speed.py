@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,6 +55,8 @@ from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate, rms_n
 from recavsr.geometry import Grid
 from recavsr.kernels.window import Launch, window_attention
 from recavsr.rope import AxisSplit, rotate, rotation_table
+from recavsr.stream.blocks import prepare_lr_frames, to_picture
+from recavsr.stream.session import Session
 
 CARD = torch.device("cuda")
 BEGAN = time.perf_counter()
@@ -93,6 +101,21 @@ CASES = {
 def say(*words: object) -> None:
     """Print at once."""
     print(*words, flush=True)
+
+
+KEPT: dict[str, Any] = {}
+
+
+def keep(name: str, value: Any) -> None:
+    """Print a result, and write all of them so far into the folder OUT."""
+    if isinstance(value, dict):
+        value = {key: round(v, 3) if isinstance(v, float) else v for key, v in value.items()}
+    elif isinstance(value, float):
+        value = round(value, 4)
+    KEPT[name] = value
+    say(f"  {name}: {value}", _elapsed())
+    if "OUT" in os.environ:
+        (Path(os.environ["OUT"]) / "gpu_speed.json").write_text(json.dumps(KEPT, indent=1, default=str))
 
 
 def inputs(
@@ -228,34 +251,92 @@ def tune() -> None:
 
 @torch.inference_mode()
 def block(model: Any, precision: str, ceilings: Any) -> None:
-    """Measure a stream, its parts and its floor."""
+    """Measure a stream with graphs and without, its parts and its floor."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     model.step(model.start(*SIZE), random_frames(21, SIZE, CARD))
     torch.cuda.synchronize()
     say(f"  {precision} very first block: {time.perf_counter() - began:.2f} s, kernels compiled or loaded")
-    row, state = measure_stream(model, whole(model), SIZE, 105)
-    say(f"  {precision} whole:", row, _elapsed())
-    say(f"  {precision} generator:", measure_stream(model, generator_alone(model), SIZE, 85)[0])
-    say(f"  {precision} first output of one latent: {short_first_block(model, SIZE):.3f} s")
-    say(f"  {precision} parts:", measure_parts(model, state, SIZE))
-    floor = measure_floor(model, state, SIZE, precision, ceilings)
-    say(f"  {precision} floor:", floor, f"share {floor['total'] / row['block_ms']:.3f}")
-    frames = random_frames(8, SIZE, CARD)
+    row, state = measure_stream(model, whole(model), SIZE, 201)
+    keep(f"{precision} whole", row)
+    keep(f"{precision} floor", measure_floor(model, state, SIZE, precision, ceilings))
+    floor = KEPT[f"{precision} floor"]["total"]
+    say(f"  {precision} share of the floor: {floor / row['block_ms']:.3f}")
+    keep(f"{precision} without waiting", unbroken(model, state))
+    keep(f"{precision} graphs", graph_facts(model))
+    del state
+    eager = copy(model)
+    eager.graphs = None
+    row, state = measure_stream(eager, whole(eager), SIZE, 85)
+    keep(f"{precision} whole, no graphs", row)
+    keep(f"{precision} without waiting, no graphs", unbroken(eager, state))
+    keep(f"{precision} first output of one latent s", short_first_block(model, SIZE))
+    keep(f"{precision} parts", measure_parts(model, state, SIZE))
+    del state
+    keep(f"{precision} generator", measure_stream(eager, generator_alone(eager), SIZE, 85)[0])
+
+
+def unbroken(model: Any, state: Any) -> dict[str, float]:
+    """Run twelve blocks without waiting in between: ms of each, and ms to issue it."""
+    frames = random_frames(8, SIZE, CARD).to(model.dtype)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(5):
+    for _ in range(12):
         state, _ = model.step(state, frames)
     issued = time.perf_counter() - began
     torch.cuda.synchronize()
-    say(f"  {precision} five blocks without waiting: {200 * (time.perf_counter() - began):.2f} ms a block, "
-        f"{200 * issued:.2f} ms to issue one")  # fmt: skip
+    return {"block_ms": (time.perf_counter() - began) / 0.012, "issue_ms": issued / 0.012}
+
+
+def graph_facts(model: Any) -> dict[str, Any]:
+    """Return how many graphs there are and what memory is reserved in all."""
+    if model.graphs is None:
+        return {"graphs": None}
+    return {
+        "graphs": [len(place.graphs) for place in model.graphs._places],
+        "reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "free_gb": torch.cuda.mem_get_info()[0] / 1e9,
+    }
+
+
+@torch.inference_mode()
+def pictures(model: Any) -> None:
+    """Time a session from pictures to pictures, and the copy of the results alone."""
+    session = Session(model, (270, 480), (1080, 1920))
+    random = np.random.default_rng(0)
+    clip = random.integers(0, 256, (21 + 8 * 30, 270, 480, 3), np.uint8)
+    session.push(clip[:165])
+    began = time.perf_counter()
+    session.push(clip[165:])
+    keep("session, pictures to pictures, FPS", len(clip[165:]) / (time.perf_counter() - began))
+    frames = random_frames(8, SIZE, CARD).to(model.dtype)
+    keep(
+        "to pictures ms", milliseconds(lambda: to_picture(frames, (1080, 1920), np.dtype(np.uint8)), CARD, 9)
+    )
+    keep("enlarging ms", milliseconds(lambda: prepare_lr_frames(clip[:8], (1080, 1920), 32, CARD), CARD, 9))
 
 
 def large(model: Any, precision: str) -> None:
-    """Measure a short stream at 4K."""
-    row, _ = measure_stream(model, whole(model), (2176, 3840), 45)
-    say(f"  {precision} 2176x3840 whole:", row, _elapsed())
+    """Measure a stream at 4K, and where its memory peaks."""
+    row, _ = measure_stream(model, whole(model), (2176, 3840), 61)
+    keep(f"{precision} 2176x3840 whole", row)
+    keep(f"{precision} 2176x3840 graphs", graph_facts(model))
+    peaks = []
+    state = model.start(2176, 3840)
+    for index in range(3):
+        frames = random_frames(model.blocks.frames(index), (2176, 3840), CARD).to(model.dtype)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / 1e9
+        with torch.inference_mode():
+            latents = model.generate(state, frames)
+            peaks.append((round(before, 2), round(torch.cuda.max_memory_allocated() / 1e9, 2)))
+            torch.cuda.reset_peak_memory_stats()
+            decoder, made = model.decoder.step(state.decoder, latents[1], frames, None)
+        peaks.append((round(torch.cuda.max_memory_allocated() / 1e9, 2), tuple(made.shape)))
+        state = replace(state, generator=latents[0], decoder=decoder, block=index + 1)
+        del latents, made, frames
+    keep(f"{precision} 2176x3840 peaks: before, generator; decoder", peaks)
 
 
 @torch.inference_mode()
@@ -352,14 +433,15 @@ def attempt(name: str, call: Callable[[], None]) -> None:
 def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="tune,block,profile,4k,check,rows")
+    parser.add_argument("--parts", default="check,block,pictures,4k,profile,tune,rows")
     parser.add_argument("--precision", default="bf16,fp8")
     parser.add_argument("--seconds", type=float, default=225, help="begin no further part after so long")
     given = parser.parse_args()
     parts, precisions = given.parts.split(","), given.precision.split(",")
     say(environment("cuda"))
     ceilings = measure_ceilings(CARD, precisions)
-    say("ceilings:", ceilings.rounded(), _elapsed())
+    keep("ceilings", ceilings.rounded())
+    keep("environment", environment("cuda"))
 
     def late() -> bool:
         return time.perf_counter() - BEGAN > given.seconds
@@ -368,7 +450,7 @@ def main() -> int:
         attempt("tune", tune)
     made: list[Any] = []
     for precision in precisions:
-        if late() or not {"block", "profile", "4k"} & set(parts):
+        if late() or not {"block", "pictures", "profile", "4k"} & set(parts):
             break
         made.clear()
         gc.collect()
@@ -377,6 +459,8 @@ def main() -> int:
         attempt(f"model {precision}", lambda: made.append(open_model(options, CARD, precision)))  # noqa: B023
         if made and "block" in parts:
             attempt(f"block {precision}", partial(block, made[0], precision, ceilings))
+        if made and "pictures" in parts and not late():
+            attempt(f"pictures {precision}", partial(pictures, made[0]))
         if made and "profile" in parts and not late():
             attempt(f"profile {precision}", partial(profile, made[0], precision))
         if made and "4k" in parts and not late():

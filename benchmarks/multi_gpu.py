@@ -42,6 +42,7 @@ from recavsr.evaluation.speed import (
 from recavsr.models.presets import recavsr_5b, recavsr_5b_decoder
 from recavsr.models.row_parallel import Band
 from recavsr.stream.devices import SharedModel, open_shared
+from recavsr.stream.graphs import BlockGraphs, CudaCapture
 from recavsr.stream.load import load, random_model
 from recavsr.stream.step import ReCaVSR
 
@@ -50,21 +51,27 @@ FRAMES = {"4k": 69, "1440p": 69, "1080p": 101, "small": 45}
 BEGAN = time.perf_counter()
 
 
-def open_part(model: str, precision: str, device: str, share: tuple[int, int]) -> ReCaVSR:
+def open_part(model: str, precision: str, graphs: bool, device: str, share: tuple[int, int]) -> ReCaVSR:
     """Open one process's part; random weights are the same on every card."""
-    if model != RANDOM_5B:
+    if model == RANDOM_5B:
+        torch.manual_seed(0)
+        sizes = (recavsr_5b(), recavsr_5b_decoder(), PROMPT_TOKENS)
+        part = random_model(model, *sizes, device=device, precision=precision, share=share)
+    else:
         loaded = load(model, device=device, precision=precision, share=share)
         assert isinstance(loaded, ReCaVSR)
-        return loaded
-    torch.manual_seed(0)
-    sizes = (recavsr_5b(), recavsr_5b_decoder(), PROMPT_TOKENS)
-    return random_model(model, *sizes, device=device, precision=precision, share=share)
+        part = loaded
+    if graphs:
+        part.graphs = BlockGraphs(part.generator, CudaCapture(part.device))
+    return part
 
 
 def one_card(model: SharedModel) -> ReCaVSR:
     """Return the first card's part as a model of its own, with the same weights."""
     alone = copy(model._local)
     alone.rank, alone.ranks = 0, 1
+    if model.device.type == "cuda":  # as a card alone has them, always
+        alone.graphs = BlockGraphs(alone.generator, CudaCapture(alone.device))
     return alone
 
 
@@ -96,7 +103,7 @@ def agreement(model: SharedModel) -> dict[str, list[float]]:
 
 def exchange(model: SharedModel, size: tuple[int, int]) -> dict[str, float]:
     """Return the ms that a steady block spends in exchanges on the first card, and their number."""
-    if model.device.type != "cuda":
+    if model.device.type != "cuda" or model.graphs is not None:  # a replay calls nothing
         return {}
     plain: Callable[..., Any] = Band._exchange
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -146,11 +153,16 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--size", default="4k,1080p", help="of " + ", ".join(SIZES))
     parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--graphs", action="store_true", help="also of the blocks that several cards share")
     parser.add_argument("--kill", action="store_true", help="at the end, see what a lost worker does")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     devices = [torch.device(name) for name in given.devices.split(",")]
-    rows: dict[str, Any] = {"devices": given.devices, "precision": given.precision}
+    rows: dict[str, Any] = {
+        "devices": given.devices,
+        "precision": given.precision,
+        "graphs": given.graphs,
+    }
 
     def part(name: str, call: Callable[[], Any]) -> Any:
         if time.perf_counter() - BEGAN > given.seconds:
@@ -168,7 +180,8 @@ def main() -> None:
         return rows[name]
 
     about = environment(str(devices[0]))
-    model = open_shared("multi_gpu:open_part", devices, model=given.model, precision=given.precision)
+    options = {"model": given.model, "precision": given.precision, "graphs": given.graphs}
+    model = open_shared("multi_gpu:open_part", devices, **options)
     print(f"opened after {time.perf_counter() - BEGAN:.1f} s", flush=True)
     if model.device.type == "cuda":
         part("links", lambda: links(model))

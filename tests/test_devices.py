@@ -19,6 +19,7 @@ from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.models.generator import Generator, GeneratorState
 from recavsr.stream.devices import GatheredState, SharedModel, open_shared
+from recavsr.stream.graphs import BlockGraphs
 from recavsr.stream.load import load
 from recavsr.stream.session import Session
 from recavsr.stream.step import ReCaVSR
@@ -37,13 +38,17 @@ def threads() -> Iterator[None]:
 # --------------------------------------------------------------- what workers open, by name, in their process
 
 
-def open_tiny(device: str, share: tuple[int, int], head: str = "linear", fails: str = "") -> ReCaVSR:
+def open_tiny(
+    device: str, share: tuple[int, int], head: str = "linear", fails: str = "", graphs: bool = False
+) -> ReCaVSR:
     torch.set_num_threads(1)
     if fails == "opening" and share[0]:
         raise InputError("the weights are of another model")
     generator = tiny_generator(replace(GENERATOR, window=SpatialWindow(9, 3))).requires_grad_(False)
     decoder = tiny_decoder(head=head).requires_grad_(False)
     model = ReCaVSR("tiny", generator, decoder, tiny_prompt(), share=tuple(share))
+    if graphs:  # recorded is the function itself, with the addresses of that moment
+        model.graphs = BlockGraphs(model.generator, lambda work: work)
     if fails == "second block" and share[0] == 1:
         model.generator = _FailsLater(model.generator)  # type: ignore[assignment]
     return model
@@ -63,7 +68,7 @@ class _FailsLater:
 
 
 @contextmanager
-def shared_tiny(ranks: int, **arguments: str) -> Iterator[SharedModel]:
+def shared_tiny(ranks: int, **arguments: str | bool) -> Iterator[SharedModel]:
     model = open_shared("test_devices:open_tiny", [CPU] * ranks, **arguments)
     try:
         yield model
@@ -79,18 +84,19 @@ def lr_block(model: ReCaVSR | SharedModel, index: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ tests
 
 
-@pytest.mark.parametrize(("ranks", "head"), [(2, "linear"), (3, "convolutional")])
-def test_several_processes_make_the_frames_of_one(ranks: int, head: str) -> None:
+@pytest.mark.parametrize(("ranks", "head", "graphs"), [(2, "linear", True), (3, "convolutional", False)])
+def test_several_processes_make_the_frames_of_one(ranks: int, head: str, graphs: bool) -> None:
     alone = open_tiny("cpu", (0, 1), head)
-    with shared_tiny(ranks, head=head) as model:
+    with shared_tiny(ranks, head=head, graphs=graphs) as model:
         assert model.fingerprint != alone.fingerprint
         for shot in (0, 1):  # a new shot is a fresh state
             theirs, ours = (m.start(*SIZE, shot=shot) for m in (alone, model))
-            for index in range(5):
+            for index in range(5 + 9 * graphs):
                 lr_frames = lr_block(alone, index)
                 theirs, wanted = alone.step(theirs, lr_frames)
                 ours, frames = model.step(ours, lr_frames)
                 torch.testing.assert_close(frames, wanted, atol=1e-5, rtol=1e-5)
+        assert not graphs or model.graphs._places[0].graphs  # and blocks were replayed
         # The last frames of a shot.
         _, wanted = alone.step(theirs, lr_block(alone, 5), 3)
         _, frames = model.step(ours, lr_block(alone, 5), 3)

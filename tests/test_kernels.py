@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from recavsr import fused
 from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
 from recavsr.geometry import Grid
 from recavsr.rope import AxisSplit, rotation_table
+from recavsr.stream.blocks import to_picture
 
 CUT = {"border": "cut"}
 
@@ -24,9 +26,9 @@ def interpreted() -> Any:
     if torch.cuda.is_available():
         pytest.skip("a card compiles the kernels: the tests marked gpu run them")
     pytest.importorskip("triton", reason="no Triton here")
-    from recavsr.kernels import rows, window
+    from recavsr.kernels import pictures, rows, window
 
-    return SimpleNamespace(rows=rows, window=window)
+    return SimpleNamespace(pictures=pictures, rows=rows, window=window)
 
 
 @pytest.mark.parametrize(
@@ -60,22 +62,46 @@ def test_window_attention_equals_its_definition(
     torch.testing.assert_close(ours.float(), wanted, atol=2e-3, rtol=2e-3)
 
 
-def test_the_tile_of_the_kernel_fits_and_is_cheap(interpreted: Any) -> None:
-    grid, window, launch = Grid(34, 60), SpatialWindow(22, 40), interpreted.window.Launch()
-    height, width, fits = interpreted.window.tile_of_cells(grid, window, 64, launch)
-    assert height * width <= 64
+@pytest.mark.parametrize(
+    ("grid", "window"),
+    [
+        (Grid(34, 60), SpatialWindow(22, 40)),
+        (Grid(23, 40), SpatialWindow(22, 40)),
+        (Grid(20, 90), SpatialWindow(22, 40)),
+        (Grid(9, 12), SpatialWindow(8, 8, stride=4)),
+        (Grid(17, 30), SpatialWindow(8, 8, **CUT)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cells", [64, 7, 1])
+def test_tiles_cover_the_grid_once(interpreted: Any, grid: Grid, window: SpatialWindow, cells: int) -> None:
+    tiles, _ = interpreted.window.tiles_of(grid, window, cells, interpreted.window.Launch())
+    covered = torch.zeros(grid.height, grid.width, dtype=torch.int)
+    for y, x, height, width in tiles:
+        assert 1 <= height * width <= cells
+        covered[y : y + height, x : x + width] += 1
+    assert (covered == 1).all()
+
+
+def test_tiles_walk_few_keys_in_vain(interpreted: Any) -> None:
+    """Over the grid of 1080p: an eighth."""
+    grid, window, launch = Grid(34, 60), SpatialWindow(22, 40), interpreted.window.Launch(block=(2, 8))
+    tiles, fits = interpreted.window.tiles_of(grid, window, 64, launch)
+    rows, columns = window.rows(grid), window.columns(grid)
+
+    def walked(tile: tuple[int, int, int, int]) -> int:
+        y, x, height, width = tile
+        down = rows[y + height - 1].stop - rows[y].start
+        across = columns[x + width - 1].stop - columns[x].start
+        return -(-down // 2) * -(-across // 8) * 16
+
+    assert sum(height * width * walked((y, x, height, width)) for y, x, height, width in tiles) < (
+        1.13 * grid.cells * 22 * 40
+    )
+    assert len(tiles) <= 38
+    assert walked(tiles[0]) == max(map(walked, tiles)) > walked(tiles[-1]) == min(map(walked, tiles))
     assert fits
-    assert interpreted.window.tile_of_cells(grid, window, 1, launch)[:2] == (1, 1)
-    assert not interpreted.window.tile_of_cells(Grid(23, 60), window, 64, launch)[2]  # 24 rows of blocks
-
-    def area(height: int, width: int) -> int:
-        rows = [window.rows(grid)[y : y + height] for y in range(0, 34, height)]
-        columns = [window.columns(grid)[x : x + width] for x in range(0, 60, width)]
-        down = [-(-(span[-1].stop - span[0].start) // 4) for span in rows]
-        across = [-(-(span[-1].stop - span[0].start) // 8) for span in columns]
-        return sum(down) * sum(across)
-
-    assert area(height, width) <= min(area(8, 8), area(4, 16), area(1, 60))
+    assert not interpreted.window.tiles_of(Grid(23, 60), window, 64, interpreted.window.Launch())[1]
 
 
 def plain_heads(x: Tensor, weight: Tensor, table: Tensor, heads: int) -> Tensor:
@@ -100,6 +126,9 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     wanted = F.rms_norm(x.float(), (24,), weight.float(), 1e-5)
     torch.testing.assert_close(normal.float(), wanted, atol=2e-3, rtol=2e-3)
 
+    _, normal, _ = rows.add_norm(x, None, 1e-5, weight, False, silu=True)
+    torch.testing.assert_close(normal.float(), F.silu(wanted), atol=2e-3, rtol=2e-3)
+
     qkv, table = torch.randn(2, 3, 2, 72).half(), torch.randn(3, 2, 6, 2)
     query, key = rows.norm_rotate(qkv.flatten(0, -2), weight, other, 1e-6, table.flatten(0, 1), 12)
     for ours, part, scale in ((query, 0, weight), (key, 1, other)):
@@ -109,6 +138,20 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     gate_up = torch.randn(5, 24).half()
     gate, up = gate_up.float().chunk(2, -1)
     torch.testing.assert_close(rows.swiglu(gate_up).float(), F.silu(gate) * up, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_pictures_equal_those_of_a_cpu(interpreted: Any, dtype: type) -> None:
+    """Out-of-range values and ties included; any strides."""
+    white = np.iinfo(dtype).max
+    ties = (torch.arange(3 * 2 * 4 * 7) + 0.5) / (white / 2) - 1
+    frames = torch.stack([ties, 3 * torch.randn(len(ties), generator=torch.Generator().manual_seed(0))])
+    frames = frames.view(2, 3, 2, 4, 7).transpose(1, 2).flatten(0, 1)[..., :3, :6]
+    wanted = to_picture(frames.transpose(0, 1)[None], (3, 6), np.dtype(dtype))
+    assert np.array_equal(interpreted.pictures.levels_of(frames, int(white)).numpy(), wanted)
+    half = frames.bfloat16()
+    wanted = to_picture(half.transpose(0, 1)[None], (3, 6), np.dtype(dtype))
+    assert np.array_equal(interpreted.pictures.levels_of(half, int(white)).numpy(), wanted)
 
 
 def test_heads_of_a_decoder_row(interpreted: Any) -> None:
@@ -178,3 +221,31 @@ def test_passes_over_rows_on_a_card() -> None:
     qkv = torch.randn(1, 77, 2, 9216, device=card).bfloat16()
     for ours, part in zip(fused.norm_rotate(qkv, weight, weight, 1e-6, table, 24), qkv.chunk(3, -1)):
         assert error(ours, plain_heads(part, weight, table, 24)) < 3e-3
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_feed_forward_layers_in_pieces_on_a_card() -> None:
+    torch.manual_seed(0)
+    card = torch.device("cuda")
+    x = torch.randn(1, 500, 3, 64, device=card).bfloat16()
+    up, down = (
+        torch.nn.Linear(64, 512, device=card).bfloat16(),
+        torch.nn.Linear(512, 64, device=card).bfloat16(),
+    )
+
+    def wide(rows: Tensor) -> Tensor:
+        return down(F.silu(up(rows)))
+
+    assert error(fused.in_pieces(wide, x, 400), wide(x)) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_pictures_on_a_card(dtype: type) -> None:
+    torch.manual_seed(0)
+    frames = torch.randn(1, 3, 5, 40, 70) * 1.5
+    for x in (frames, frames.bfloat16(), frames.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert np.array_equal(
+            to_picture(x.cuda(), (33, 65), np.dtype(dtype)), to_picture(x, (33, 65), np.dtype(dtype))
+        )

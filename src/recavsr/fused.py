@@ -6,6 +6,8 @@ runs and what gradients flow through.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,6 +54,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return rows.add_norm(x.flatten(0, -2), None, eps, weight, False)[1].view(x.shape)
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def rms_norm_silu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the SiLU of the RMS norm of `x` [..., C], C adjacent in memory, in the dtype of `x`."""
+    if kernels_for(x) and x.is_contiguous():
+        from recavsr.kernels import rows
+
+        return rows.add_norm(x.flatten(0, -2), None, eps, weight, False, silu=True)[1].view(x.shape)
+    return F.silu(rms_norm(x, weight, eps))
 
 
 def norm_rotate(
@@ -132,3 +143,23 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return rows.swiglu(gate_up.flatten(0, -2)).unflatten(0, gate_up.shape[:-1])
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
+    """Apply a function of rows to `x` [..., C], on a card at most `rows` at a time.
+
+    What is wide inside the function then exists for these only, and may stay in the card's cache.
+    """
+    flat = x.flatten(0, -2)
+    if not x.is_cuda or torch.is_grad_enabled() or len(flat) <= rows:
+        return function(x)
+    pieces = -(-len(flat) // rows)
+    out: Tensor | None = None
+    done = 0
+    for piece in flat.split(-(-len(flat) // pieces)):
+        made = function(piece)
+        out = made.new_empty(len(flat), made.shape[-1]) if out is None else out
+        out[done : done + len(made)] = made
+        done += len(made)
+    assert out is not None
+    return out.unflatten(0, x.shape[:-1])

@@ -49,14 +49,14 @@ def angles(positions: Tensor, channels: int) -> Tensor:
 
 
 def rotation_table(
-    times: Sequence[int], grid: Grid, split: AxisSplit, device: torch.device, first_row: int = 0
+    times: Sequence[int] | Tensor, grid: Grid, split: AxisSplit, device: torch.device, first_row: int = 0
 ) -> Tensor:
     """Return exp(i angle) of absolute positions as [N, T, channels // 2, 2] float32 (real, imaginary).
 
     Angles are reduced modulo 2 pi in float64, so position 10^6 is as exact as position 0: rotating
     queries and keys by absolute positions equals the paper's advancing time origin (Appendix A.2),
-    since only differences of angles enter a score. Consecutive times take no copy to the device: a
-    CUDA graph can capture this, and then holds the table itself.
+    since only differences of angles enter a score. Times may be integers on the device [T], so that a
+    captured graph reads them at each replay; consecutive numbers take no copy to the device.
     """
     # Sines of the three axes apart are few; the table repeats them over the grid.
     time = _turns(_positions(times, device), split.time)
@@ -67,7 +67,14 @@ def rotation_table(
     return torch.cat([part.expand(shape) for part in (time, down, across)], dim=-2).flatten(0, 1)
 
 
-def _positions(times: Sequence[int], device: torch.device) -> Tensor:
+def following(times: Sequence[int], first: Tensor | None) -> Sequence[int] | Tensor:
+    """Return consecutive `times`, counted on the device from `first` [] where it is given."""
+    return times if first is None else first + torch.arange(len(times), device=first.device)
+
+
+def _positions(times: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    if isinstance(times, Tensor):
+        return times
     first = times[0]
     if list(times) == list(range(first, first + len(times))):
         return torch.arange(first, first + len(times), device=device)

@@ -87,6 +87,7 @@ class Ablated(ReCaVSR):
         if variant not in VARIANTS:
             raise InputError(f"variant {variant!r} is unknown; choose one of {', '.join(VARIANTS)}")
         self.__dict__.update(model.__dict__)
+        self.graphs = None  # those of the model do not forget
         self.name, self.variant = f"{model.name} {variant}", variant
 
     def step(
@@ -95,9 +96,15 @@ class Ablated(ReCaVSR):
         """Make the next block without what the variant forgets."""
         return super().step(forget(state, FORGETTING.get(self.variant, ())), lr_frames, wanted)
 
-    def generate(self, state: StreamState, lr_frames: Tensor) -> tuple[GeneratorState, Tensor]:
+    def generate(
+        self,
+        state: StreamState,
+        lr_frames: Tensor,
+        noise: Tensor | None = None,
+        position: Tensor | None = None,
+    ) -> tuple[GeneratorState, Tensor]:
         """Make the SR latents of the next block, and spoil them where the variant says so."""
-        after, latents = super().generate(state, lr_frames)
+        after, latents = super().generate(state, lr_frames, noise, position)
         if self.variant == "zero-latents":
             latents = torch.zeros_like(latents)
         elif self.variant == "flipped-latents":

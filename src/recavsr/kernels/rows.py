@@ -18,12 +18,17 @@ def _warps(block: int) -> int:
 
 
 def add_norm(
-    x: Tensor, update: Tensor | None, eps: float, rms_weight: Tensor | None, float8: bool
+    x: Tensor,
+    update: Tensor | None,
+    eps: float,
+    rms_weight: Tensor | None,
+    float8: bool,
+    silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x + update [rows, C], its norm [rows, C], and scales [rows, 1] where the norm is float8.
 
-    The norm is a layer norm without weights, or with an `rms_weight` [C] an RMS norm. Without an
-    update the sum returned is `x` itself.
+    The norm is a layer norm without weights, or with an `rms_weight` [C] an RMS norm; with `silu` it goes
+    through a SiLU. Without an update the sum returned is `x` itself.
     """
     rows, width = x.shape
     block = triton.next_power_of_2(width)
@@ -45,6 +50,7 @@ def add_norm(
         ADD=update is not None,
         RMS=rms_weight is not None,
         FLOAT8=float8,
+        SILU=silu,
         num_warps=_warps(block),
     )
     return total, normal, scale if float8 else None
@@ -141,6 +147,7 @@ def _store_float8(values_at, scale_at, row, value, channel, here, C: tl.constexp
 def _add_norm(
     x_at, update_at, weight_at, total_at, normal_at, scale_at, x_row, update_row, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RMS: tl.constexpr, FLOAT8: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -157,6 +164,8 @@ def _add_norm(
     else:
         x = tl.where(here, x - tl.sum(x, 0) / C, 0.0)
         normal = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)
+    if SILU:
+        normal = normal * tl.sigmoid(normal)
     if FLOAT8:
         _store_float8(normal_at, scale_at, row, normal, channel, here, C)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 import triton
@@ -55,38 +56,97 @@ def supports(query: Tensor) -> bool:
     return fits and rows <= 64 and query.dtype in (torch.bfloat16, torch.float16)
 
 
+Tile = tuple[int, int, int, int]
+"""First row, first column, rows, columns of the cells whose queries one program takes."""
+
+
 @lru_cache(maxsize=64)
-def tile_of_cells(
+def tiles_of(
     grid: Grid, window: SpatialWindow, cells: int, launch: Launch, query_rows: range | None = None
-) -> tuple[int, int, bool]:
-    """Return rows and columns of a rectangle of at most `cells` cells, the fewest steps over the grid.
+) -> tuple[tuple[Tile, ...], bool]:
+    """Cut a grid into rectangles of at most `cells` cells, such that programs take few steps in all.
 
-    `query_rows` are the rows that ask (None: all). Also returns whether the blocks of every union of windows
-    fit into the grid.
+    Near the borders of a grid many cells share one window: tiles that do not reach beyond such a plateau
+    walk no key in vain. The longest tiles come first, so that short ones fill the card's last round. With
+    `query_rows` only these are cut. Also returns whether the blocks of every union of windows fit into the
+    grid.
     """
-
-    def blocks(spans: Sequence[range], side: int, block: int) -> list[int]:
-        lasts = [spans[min(start + side, len(spans)) - 1].stop for start in range(0, len(spans), side)]
-        return [-(-(last - span.start) // block) for last, span in zip(lasts, spans[::side])]
-
     rows, columns = window.rows(grid), window.columns(grid)
+    first = 0 if query_rows is None else query_rows.start
     if query_rows is not None:
-        rows = rows[query_rows.start : query_rows.stop]
-    high, wide = launch.block
-    at_once = launch.keys // (high * wide)
+        rows = rows[first : query_rows.stop]
+    at_once = launch.keys // (launch.block[0] * launch.block[1])
 
-    def steps(shape: tuple[int, int]) -> int:
-        down, across = blocks(rows, shape[0], high), blocks(columns, shape[1], wide)
-        return sum(-(-height * width // at_once) for height in down for width in across)
+    def steps(tile: Tile) -> int:
+        y, x, height, width = tile
+        down = _blocks(rows[y : y + height], launch.block[0])
+        return -(-down * _blocks(columns[x : x + width], launch.block[1]) // at_once)
 
-    shapes = [
-        (height, width)
-        for height in range(1, min(cells, len(rows)) + 1)
-        for width in range(1, min(cells // height, grid.width) + 1)
-    ]
-    best = min(shapes, key=steps)
-    fits = high * max(blocks(rows, best[0], high)) <= grid.height
-    return *best, fits and wide * max(blocks(columns, best[1], wide)) <= grid.width
+    def cut(area: Tile) -> list[Tile]:
+        """Cut an area into tiles of one shape as well as can be."""
+        y, x, height, width = area
+        shapes = {(high, min(cells // high, width)) for high in range(1, min(cells, height) + 1)}
+        choices = [
+            [
+                (y + top, x + left, min(high, height - top), min(wide, width - left))
+                for top in range(0, height, high)
+                for left in range(0, width, wide)
+            ]
+            for high, wide in sorted(shapes)
+        ]
+        return min(choices, key=lambda tiles: sum(map(steps, tiles)))
+
+    choices = []
+    for down in _stretches(rows):
+        for across in _stretches(columns):
+            areas = [(y.start, x.start, len(y), len(x)) for y in down for x in across]
+            choices.append([tile for area in areas for tile in cut(area)])
+    best = min(choices, key=lambda tiles: sum(map(steps, tiles)) + len(tiles))
+    fits = all(
+        _blocks(spans[start : start + side], block) * block <= extent
+        for y, x, height, width in best
+        for spans, start, side, block, extent in (
+            (rows, y, height, launch.block[0], grid.height),
+            (columns, x, width, launch.block[1], grid.width),
+        )
+    )
+    longest_first = sorted(best, key=steps, reverse=True)
+    return tuple((first + y, x, height, width) for y, x, height, width in longest_first), fits
+
+
+def _blocks(spans: Sequence[range], block: int) -> int:
+    return -(-(spans[-1].stop - spans[0].start) // block)
+
+
+def _stretches(spans: Sequence[range]) -> list[list[range]]:
+    """Return an axis whole, and cut where a plateau of cells with one window begins or ends."""
+    runs = [len(list(run)) for _, run in groupby(spans)]
+    stretches, start, moving = [], 0, 0
+    for run in [*runs, 2]:  # the last one only ends what moves before it
+        if run == 1:
+            moving += 1
+            continue
+        if moving:
+            stretches.append(range(start, start + moving))
+        start, moving = start + moving, 0
+        stretches.append(range(start, start + run))
+        start += run
+    whole = [range(len(spans))]
+    return [whole, stretches[:-1]] if max(runs) > 1 else [whole]
+
+
+@lru_cache(maxsize=64)
+def _tiles_on(
+    grid: Grid,
+    window: SpatialWindow,
+    cells: int,
+    launch: Launch,
+    device: torch.device,
+    query_rows: range | None,
+) -> tuple[Tensor, bool]:
+    tiles, fits = tiles_of(grid, window, cells, launch, query_rows)
+    with torch.inference_mode(False):
+        return torch.tensor(tiles, dtype=torch.int32).to(device), fits
 
 
 def window_attention(
@@ -105,9 +165,7 @@ def window_attention(
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats
     launch = launch or launch_for(width, a_cell)
-    *tile, fits = tile_of_cells(grid, window, max(1, launch.queries // a_cell), launch, rows)
-    asking = range(grid.height) if rows is None else rows
-    tiles = -(-len(asking) // tile[0]) * -(-grid.width // tile[1])
+    tiles, fits = _tiles_on(grid, window, max(1, launch.queries // a_cell), launch, query.device, rows)
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
     (key, value), (more_keys, more_values) = pieces[0], pieces[-1]
     if any(x.stride(-1) != 1 for x in (query, key, value, more_keys, more_values)):
@@ -115,7 +173,8 @@ def window_attention(
     side = (window.height, window.width)
     if window.border == "shift":
         side = (min(window.height, grid.height), min(window.width, grid.width))
-    _window_attention[(tiles, groups, batch)](
+    _window_attention[(groups, len(tiles), batch)](
+        tiles,
         query,
         key,
         value,
@@ -133,10 +192,7 @@ def window_attention(
         width**-0.5 * LOG2_E,
         GRID_H=grid.height,
         GRID_W=grid.width,
-        FIRST_ROW=asking.start,
-        ROWS=len(asking),
-        TILE_H=tile[0],
-        TILE_W=tile[1],
+        FIRST_ROW=0 if rows is None else rows.start,
         SIDE_H=side[0],
         SIDE_W=side[1],
         REACH_H=(window.height - window.stride + 1) // 2,
@@ -180,7 +236,7 @@ def _first(
 
 @triton.jit
 def _window_attention(
-    query_at, key_at, value_at, key2_at, value2_at, out_at,
+    tiles_at, query_at, key_at, value_at, key2_at, value2_at, out_at,
     q_b, q_g, q_n, q_t, q_r,
     k_b, k_g, k_n, k_t,
     v_b, v_g, v_n, v_t,
@@ -188,26 +244,24 @@ def _window_attention(
     v2_b, v2_g, v2_n, v2_t,
     o_b, o_g, o_n, o_t, o_r,
     latents, latents2, scale,
-    GRID_H: tl.constexpr, GRID_W: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr,
-    TILE_H: tl.constexpr, TILE_W: tl.constexpr,
+    GRID_H: tl.constexpr, GRID_W: tl.constexpr, FIRST_ROW: tl.constexpr,
     SIDE_H: tl.constexpr, SIDE_W: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     STRIDE: tl.constexpr, CUT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
     FITS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    tiles_across: tl.constexpr = (GRID_W + TILE_W - 1) // TILE_W
-    tile = tl.program_id(0)
-    group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    y, x = FIRST_ROW + tile // tiles_across * TILE_H, tile % tiles_across * TILE_W
-    y_last, x_last = tl.minimum(y + TILE_H, FIRST_ROW + ROWS) - 1, tl.minimum(x + TILE_W, GRID_W) - 1
+    group, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    tile = tiles_at + 4 * tl.program_id(1)
+    y, x, height, width = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    y_last, x_last = y + height - 1, x + width - 1
 
     # Queries of the tile: heads fastest, then latents, then cells. What is left over repeats the last cell.
     index = tl.arange(0, QUERIES)
     of_cell = index // (T * R)
     latent, head = index // R % T, index % R
-    row, column = y + of_cell // TILE_W, x + of_cell % TILE_W
-    real = (of_cell < TILE_H * TILE_W) & (row <= y_last) & (column <= x_last)
-    row, column = tl.minimum(row, y_last), tl.minimum(column, x_last)
+    real = of_cell < height * width
+    of_cell = tl.minimum(of_cell, height * width - 1)
+    row, column = y + of_cell // width, x + of_cell % width
     cell = (row - FIRST_ROW) * GRID_W + column
     channel = tl.arange(0, D)
     place = cell * q_n + latent * q_t + head * q_r

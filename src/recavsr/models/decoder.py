@@ -20,15 +20,18 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import add_rms_norm
+from recavsr.fused import add_rms_norm, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
 from recavsr.models.row_parallel import Band
-from recavsr.rope import AxisSplit, rotate, rotation_table
+from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
 
 PIECE_LATENTS = 2
 """Latents that are decoded at once without gradients: those of a steady block."""
+
+PIECE_ROWS = 16_384
+"""Cells of frames that are widened at once, on a card: a quarter of those of a steady block at 1080p."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +239,11 @@ class LinearHead(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
-        pixels = self.outer(F.silu(self.inner(x))).unflatten(1, (grid.height, grid.width))
+        pixels = in_pieces(self._pixels, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
         return F.pixel_shuffle(pixels.permute(0, 3, 4, 1, 2), self.stride).transpose(1, 2)
+
+    def _pixels(self, x: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(x)))
 
 
 class ConvolutionalHead(nn.Module):
@@ -310,33 +316,47 @@ class FlashDecoder(nn.Module):
         return DecoderState((None,) * (self.config.depth + self.config.refinement_depth), 0)
 
     def step(
-        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor, band: Band | None = None
+        self,
+        state: DecoderState,
+        sr_latents: Tensor,
+        lr_frames: Tensor,
+        dtype: torch.dtype | None = torch.float32,
+        position: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[DecoderState, Tensor]:
         """Decode the next latents.
 
         `sr_latents` [B, C, T, H, W] are normalised; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are
         their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
-        [B, 3, F, s H, s W], not clamped, in float32. Without gradients a long first block goes through
-        in pieces, which bounds its memory. With a `band` of the latent rows, latents and results are those of
-        the band, LR frames those of its LR rows.
+        [B, 3, F, s H, s W], not clamped, in `dtype`; None: in that of the head's last step, which holds all
+        that they are. Without gradients a long first block goes through in pieces, which bounds its memory.
+        `position` is the state's next position on the device [], for a captured graph. With a `band` of the
+        latent rows, latents and results are those of the band, LR frames those of its LR rows.
         """
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
-            return self._step(state, sr_latents, lr_frames, band)
+            return self._step(state, sr_latents, lr_frames, dtype, position, band)
         _check_counts(state, sr_latents, lr_frames)
-        height = sr_latents.shape[3] * self.config.latent_stride
-        shape = (*lr_frames.shape[:3], height, lr_frames.shape[4])
-        frames, first = lr_frames.new_empty(shape, dtype=torch.float32), 0
+        frames, first = lr_frames.new_empty(0), 0
         # A card is full with one latent; its memory is what counts.
         for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
-            state, frames[:, :, first : first + count] = self._step(
-                state, piece, lr_frames[:, :, first : first + count], band
-            )
+            given = lr_frames[:, :, first : first + count]
+            state, made = self._step(state, piece, given, dtype, position, band)
+            position = None if position is None else position + piece.shape[2]
+            if first == 0:
+                frames = made.new_empty(*lr_frames.shape[:3], *made.shape[3:])
+            frames[:, :, first : first + count] = made
             first += count
         return state, frames
 
     def _step(
-        self, state: DecoderState, sr_latents: Tensor, lr_frames: Tensor, band: Band | None
+        self,
+        state: DecoderState,
+        sr_latents: Tensor,
+        lr_frames: Tensor,
+        frames_dtype: torch.dtype | None,
+        position: Tensor | None,
+        band: Band | None,
     ) -> tuple[DecoderState, Tensor]:
         dtype = self.latent_projection.weight.dtype
         latents, height, width = sr_latents.shape[2:]
@@ -362,14 +382,16 @@ class FlashDecoder(nn.Module):
             first_row, window = 0, plan_window(grid, self.config.window, x.device)
         else:
             first_row, window = band.own.start, band.plan(width, self.config.window, x.device)
-        turn = rotation_table(tuple(range(first, first + latents)), grid, split, x.device, first_row)
+        times = following(range(first, first + latents), position)
+        turn = rotation_table(times, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
         x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
         x = x + self.lr_late_projection(stem)
-        frames_at = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
-        turn = rotation_table(tuple(frames_at), grid, split, x.device, first_row)
+        times = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
+        frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)
+        turn = rotation_table(frames_at, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
@@ -377,8 +399,7 @@ class FlashDecoder(nn.Module):
         frames = (
             self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
         )
-        frames = frames.float()
-        return DecoderState(tuple(histories), first + latents), frames
+        return DecoderState(tuple(histories), first + latents), frames.to(frames_dtype or frames.dtype)
 
 
 def _head_of_band(head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: Tensor, band: Band) -> Tensor:

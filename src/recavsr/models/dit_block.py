@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
         if visibility is not None:
             out = attend_by_block(query, key, value, plan, visibility)
         else:
-            earlier = None if history is None else history.seen()
+            earlier = history.seen() if history and history.positions else None
             out = windowed_attention(query, key, value, plan, earlier=earlier)
         return self.to_out(out.squeeze(4).permute(0, 2, 3, 1, 4).flatten(3)), key, value
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan
 from recavsr.fp8 import Float8Rows, FP8Linear
-from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate
+from recavsr.fused import add_norm, gelu_float8, gelu_linear, in_pieces, norm_rotate
 from recavsr.geometry import Grid
 from recavsr.layers import grid_cells
 from recavsr.models.dit_block import DiTBlock, FeedForward, LayerCondition, SelfAttention
@@ -34,6 +34,9 @@ from recavsr.rope import AxisSplit
 
 TensorSource = Callable[[str], Tensor]
 """Gives the tensor of one name of `Generator`'s state, in any dtype, on any device."""
+
+PIECE_ROWS = 16_384
+"""Tokens that go through a feed-forward layer at once: only the first block of a large picture has more."""
 
 MakeLinear = Callable[[Tensor, Tensor], nn.Module]
 """Makes a linear layer of a float32 weight [out, in] and bias [out]: in bfloat16, in float8, ..."""
@@ -80,8 +83,19 @@ class FoldedFeedForward(FeedForward):
     def forward(self, x: Tensor | Float8Rows) -> Tensor:
         """Apply to [..., C]."""
         if isinstance(self.up, nn.Linear):
-            return self.down(gelu_linear(cast(Tensor, x), self.up.weight, self.up.bias))
+            return in_pieces(self._plain, cast(Tensor, x), PIECE_ROWS)
+        if isinstance(x, Float8Rows) and len(x.values) > PIECE_ROWS:
+            out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.values.device)
+            for values, scale, place in zip(
+                x.values.split(PIECE_ROWS), x.scale.split(PIECE_ROWS), out.flatten(0, -2).split(PIECE_ROWS)
+            ):
+                place.copy_(self.down(gelu_float8(self.up(Float8Rows(values, scale, place.shape)))))
+            return out
         return self.down(gelu_float8(self.up(x)))
+
+    def _plain(self, x: Tensor) -> Tensor:
+        up = cast(nn.Linear, self.up)
+        return self.down(gelu_linear(x, up.weight, up.bias))
 
 
 class FoldedBlock(nn.Module):

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from recavsr.fused import rotate_heads, swiglu
-from recavsr.models.decoder import DecoderLayer, FlashDecoder, GroupedAttention, SwiGLU
+from recavsr.fused import in_pieces, rotate_heads, swiglu
+from recavsr.models.decoder import PIECE_ROWS, DecoderLayer, FlashDecoder, GroupedAttention, SwiGLU
 
 
 class PackedAttention(GroupedAttention):
@@ -38,7 +38,7 @@ class PackedSwiGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to [..., C]."""
-        return self.down(swiglu(self.gate_up(x)))
+        return in_pieces(lambda rows: self.down(swiglu(self.gate_up(rows))), x, PIECE_ROWS)
 
 
 @torch.no_grad()

@@ -20,11 +20,11 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid, frames_of_latents
 from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
-from recavsr.models.kv_history import KVHistory, extend, overwrite
+from recavsr.models.kv_history import HistoryPlan, KVHistory, extend, overwrite, plan_overwrite
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
 from recavsr.models.row_parallel import Band
 from recavsr.models.visibility import Visibility, schedule_visibility
-from recavsr.rope import AxisSplit, rotation_table
+from recavsr.rope import AxisSplit, following, rotation_table
 from recavsr.state import State
 
 ONE_STEP = 1000.0
@@ -218,6 +218,7 @@ class Generator(nn.Module):
         noise: Tensor,
         lr_frames: Tensor,
         in_place: bool = False,
+        position: Tensor | None = None,
         band: Band | None = None,
     ) -> tuple[GeneratorState, Tensor]:
         """Generate the next block in one pass (Eq. 1).
@@ -225,8 +226,9 @@ class Generator(nn.Module):
         `noise` is [B, C, T, H, W] in float32; `lr_frames` [B, 3, F, s H, s W] in [-1, 1] are the LR
         frames of the block at output size (F = 4 T, or 4 T - 3 at the start). Returns the next state
         and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent: with
-        `in_place` the next one lives in its memory, to half of what two histories need. With a `band` of the
-        token rows, noise and latents are those of the band, LR frames those of its LR rows.
+        `in_place` the next one lives in its memory, to half of what two histories need. `position` is the
+        state's next position once more, on the device [], for a captured graph to read at each replay. With a
+        `band` of the token rows, noise and latents are those of the band, LR frames those of its LR rows.
         Raises ValueError where the frames do not fit the latents.
         """
         config = self.config
@@ -244,7 +246,7 @@ class Generator(nn.Module):
             first_row, window = 0, plan_window(grid, config.window, x.device)
         else:
             first_row, window = band.own.start, band.plan(grid.width, config.window, x.device)
-        turn = rotation_table(positions, grid, self._split, x.device, first_row)
+        turn = rotation_table(following(positions, position), grid, self._split, x.device, first_row)
         histories: list[KVHistory | None] = []
         rule, remember = config.schedule.anchor_rule, overwrite if in_place else extend
         for block, action, constants, history in zip(
@@ -257,6 +259,15 @@ class Generator(nn.Module):
             projector, tuple(histories), sr_latents.to(x.dtype), state.next_position + latents
         )
         return after, sr_latents
+
+    def plan_histories(self, state: GeneratorState, latents: int) -> tuple[HistoryPlan, ...]:
+        """Return for each layer what the next block of so many latents does to its history in place."""
+        schedule, first = self.config.schedule, state.next_position
+        positions = tuple(range(first, first + latents))
+        return tuple(
+            plan_overwrite(history.positions if history else (), positions, action, schedule.anchor_rule)
+            for history, action in zip(state.layers, schedule.actions, strict=True)
+        )
 
     def forward(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,51 @@ def extend(
     return KVHistory(pick(old_keys, keys), pick(old_values, values), kept)
 
 
+class Move(NamedTuple):
+    """Copy latent `source` of the new block, or of the history itself, into slot `target`."""
+
+    target: int
+    source: int
+    new: bool
+
+
+@dataclass(frozen=True)
+class HistoryPlan:
+    """What a block does to a history that is written over in place: plain numbers, before any tensor."""
+
+    held: int  # latents that the block sees there
+    moves: tuple[Move, ...]  # in this order
+    positions: tuple[int, ...]  # of the slots afterwards
+
+
+def plan_overwrite(
+    held: tuple[int, ...], positions: tuple[int, ...], action: CacheAction, rule: AnchorRule
+) -> HistoryPlan:
+    """Plan what `overwrite` does where slots hold latents `held`, after a block at `positions`.
+
+    Only new latents move, into slots that fell free. Blocks of one length come to a cycle of plans that
+    differ in their positions only.
+    """
+    kept = action.select(held + positions, rule)
+    slots, moves = list(held), list[Move]()
+    free = [slot for slot, position in enumerate(held) if position not in kept]
+    for index, position in enumerate(positions):
+        if position in kept:
+            slot = free.pop(0) if free else len(slots)
+            slots[slot : slot + 1] = [position]
+            moves.append(Move(slot, index, new=True))
+    while free:  # fewer are kept than before: the last ones move up
+        slot, last = free[0], len(slots) - 1
+        if last in free:
+            free.remove(last)
+        else:
+            free.remove(slot)
+            slots[slot] = slots[last]
+            moves.append(Move(slot, last, new=False))
+        slots.pop()
+    return HistoryPlan(len(held), tuple(moves), tuple(slots))
+
+
 def overwrite(
     history: KVHistory | None,
     keys: Tensor,
@@ -75,32 +121,26 @@ def overwrite(
     Only new latents are copied, into slots that fell free. A layer's slots are allocated once, with its
     first history, and stay where they are.
     """
-    held = history.positions if history else ()
-    kept = action.select(held + positions, rule)
-    if not kept:
+    plan = plan_overwrite(history.positions if history else (), positions, action, rule)
+    if history is None and not plan.positions:
         return None
-    if history is None:
-        shape = (*keys.shape[:3], action.capacity(rule), keys.shape[4])
-        history = KVHistory(keys.new_zeros(shape), values.new_zeros(shape), ())
-    slots = list(held)
-    free = [slot for slot, position in enumerate(held) if position not in kept]
-    for index, position in enumerate(positions):
-        if position in kept:
-            slot = free.pop(0) if free else len(slots)
-            slots[slot : slot + 1] = [position]
-            _copy(history.keys, slot, keys, index)
-            _copy(history.values, slot, values, index)
-    while free:  # fewer are kept than before: the last ones move up
-        slot, last = free[0], len(slots) - 1
-        if last in free:
-            free.remove(last)
-        else:
-            free.remove(slot)
-            slots[slot] = slots[last]
-            _copy(history.keys, slot, history.keys, last)
-            _copy(history.values, slot, history.values, last)
-        slots.pop()
-    return KVHistory(history.keys, history.values, tuple(slots))
+    history = _with_room(history, keys, values, action.capacity(rule))
+    for move in plan.moves:
+        _copy(history.keys, move.target, keys if move.new else history.keys, move.source)
+        _copy(history.values, move.target, values if move.new else history.values, move.source)
+    return KVHistory(history.keys, history.values, plan.positions)
+
+
+def _with_room(history: KVHistory | None, keys: Tensor, values: Tensor, slots: int) -> KVHistory:
+    """Return the history with so many slots: itself, where it has them (one that `extend` made may not)."""
+    if history is not None and history.keys.shape[3] >= slots:
+        return history
+    shape = (*keys.shape[:3], slots, keys.shape[4])
+    made = KVHistory(keys.new_zeros(shape), values.new_zeros(shape), history.positions if history else ())
+    if history is not None:
+        for place, found in zip(made.seen(), history.seen()):
+            place.copy_(found)
+    return made
 
 
 def _copy(target: Tensor, slot: int, source: Tensor, index: int) -> None:

@@ -61,8 +61,8 @@ class LRProjector(nn.Module):
     def _step(self, state: LRProjectorState, lr_frames: Tensor) -> tuple[LRProjectorState, Tensor]:
         x = unshuffle_frames(lr_frames, self.latent_stride)
         first, x = self.conv1.step(state.first, x)
-        second, x = self.conv2.step(state.second, F.silu(self.norm1(x)))  # x may be empty
-        tokens = F.silu(self.norm2(x)).flatten(3).permute(0, 3, 2, 1).contiguous()
+        second, x = self.conv2.step(state.second, self.norm1.silu(x))  # x may be empty
+        tokens = self.norm2.silu(x).flatten(3).permute(0, 3, 2, 1).contiguous()
         return LRProjectorState(first, second), self.out_proj(tokens)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.geometry import padded_size
+from recavsr.kernels.available import has_triton
 
 Picture = np.ndarray
 
@@ -127,12 +128,14 @@ def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Pictur
     """
     half = full_scale(dtype) / 2
     x = frames[0, :, :, : size[0], : size[1]].transpose(0, 1)
+    if x.is_cuda and has_triton():
+        from recavsr.kernels.pictures import levels_of
+
+        return _to_main_memory(levels_of(x, full_scale(dtype)))
     if x.device.type != "cpu":
-        kind = torch.uint8 if dtype == np.uint8 else torch.int32
-        levels = torch.empty(len(x), *size, 3, dtype=kind, device=x.device)
-        for frame, picture in zip(x, levels):  # one at a time: no large copies
-            picture.copy_(frame.float().clamp(-1, 1).add_(1).mul_(half).round_().permute(1, 2, 0))
-        return levels.cpu().numpy().astype(dtype, copy=False)
+        levels = x.float().clamp(-1, 1).add_(1).mul_(half).round_().permute(0, 2, 3, 1).int()
+        levels = levels.to(torch.uint8) if dtype == np.uint8 else levels
+        return levels.contiguous().cpu().numpy().astype(dtype, copy=False)
     out = np.empty((len(x), *size, 3), dtype)
     rows = min(_piece_rows(x), size[0])
     work = torch.empty(3, rows, size[1])
@@ -144,3 +147,11 @@ def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Pictur
                 # numpy converts into the interleaved picture several times faster than torch
                 np.copyto(picture[first : first + rows, :, channel], values, casting="unsafe")
     return out
+
+
+def _to_main_memory(levels: Tensor) -> Picture:
+    """Copy pictures from a card by way of page-locked memory, several times faster than without."""
+    place = torch.empty(levels.shape, dtype=levels.dtype, pin_memory=True)
+    place.copy_(levels, non_blocking=True)
+    torch.cuda.current_stream(levels.device).synchronize()
+    return place.numpy()

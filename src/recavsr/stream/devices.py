@@ -91,7 +91,7 @@ class SharedModel:
         self._local, self._workers = local, list(workers)
         self.ranks = 1 + len(workers)
         self.name, self.blocks, self.size_multiple = local.name, local.blocks, local.size_multiple
-        self.device, self.dtype = local.device, local.dtype
+        self.device, self.dtype, self.graphs = local.device, local.dtype, local.graphs
         self.fingerprint = f"{local.fingerprint} in {self.ranks} bands"
         self._numbers, self._unwanted = count(), deque[int]()
         self._lock = threading.RLock()  # another thread may save a state meanwhile

@@ -17,7 +17,7 @@ from torch import Tensor
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
 from recavsr.geometry import BlockPlan, padded_size
-from recavsr.kernels.available import kernels_on
+from recavsr.kernels.available import kernels_on, tell_of_compilation
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
@@ -147,9 +147,9 @@ def load(
     none such). `first_block_latents` shortens the first block for a lower latency (default 6
     latents, 21 frames). `memory` ("8GB", or bytes) bounds what the device's memory has to hold at `out_size`
     (height, width): layers that do not fit wait in main memory; `tell` gets the plan, line by line, before
-    the weights are read. Several devices, "cuda:0,cuda:1", share each stream by rows of the picture, for
-    which processes are started; `share` is what each of them is given. Raises InputError where the model can
-    not be found or does not fit.
+    the weights are read, and a line when kernels are compiled for the first time. Several devices,
+    "cuda:0,cuda:1", share each stream by rows of the picture, for which processes are started; `share` is
+    what each of them is given. Raises InputError where the model can not be found or does not fit.
     """
     devices = [resolve_device(part.strip()) for part in str(device).split(",")]
     if len(devices) > 1:
@@ -170,6 +170,8 @@ def load(
     folder = ModelFolder.open(model_folder(str(name)))
     if target.type == "cpu":
         _keep_freed_memory()
+    elif tell is not None:
+        tell_of_compilation(tell)
     prompt = folder.load_prompt(target)
     make = linear_layers(precision, target)
     resident = None

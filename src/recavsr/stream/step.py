@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, frames_of_latents
 from recavsr.models.decoder import DecoderState, FlashDecoder
 from recavsr.models.generator import Generator, GeneratorState
+from recavsr.models.offload import StreamedLayers
 from recavsr.models.row_parallel import Band
 from recavsr.state import State
+from recavsr.stream.graphs import BlockGraphs, CudaCapture
 
 
 class BlockModel(Protocol):
@@ -85,7 +88,13 @@ class ReCaVSR:
         with torch.inference_mode():
             self.condition = generator.condition(prompt)  # the same for every block of every stream
         self.fingerprint = _fingerprint(generator, decoder)
-        self._noise = NoiseAhead(self.device) if self.device.type == "cuda" else block_noise
+        on_card = self.device.type == "cuda"
+        self._noise = NoiseAhead(self.device) if on_card else block_noise
+        travelling = isinstance(generator.blocks, StreamedLayers)  # graphs would fix where layers lie
+        self.graphs: BlockGraphs | None = None
+        """How steady blocks are issued; None: kernel by kernel."""
+        if on_card and not travelling and self.ranks == 1:
+            self.graphs = BlockGraphs(generator, CudaCapture(self.device))
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
@@ -98,11 +107,29 @@ class ReCaVSR:
     ) -> tuple[StreamState, Tensor]:
         """Make the next block: LR frames [1, 3, F, H, W] to SR frames [1, 3, F, H, W], in [-1, 1].
 
-        Frames are not clamped. The state given is spent. With `wanted` only the latents of the first so many
-        frames are decoded, and the state returned serves no further block.
+        Frames are not clamped; their type is that of the decoder's last step. The state given is spent. With
+        `wanted` only the latents of the first so many frames are decoded, and the state returned serves no
+        further block.
         """
-        lr_frames = lr_frames.to(self.dtype)
-        generator, sr_latents = self.generate(state, lr_frames)
+        lr_frames, noise = lr_frames.to(self.dtype), self.noise(state)
+        run = partial(self.run_block, wanted=wanted)
+        if self.graphs is not None:
+            return self.graphs.step(run, state, noise, lr_frames, ending=wanted is not None)
+        return run(state, noise, lr_frames)
+
+    def run_block(
+        self,
+        state: StreamState,
+        noise: Tensor,
+        lr_frames: Tensor,
+        position: Tensor | None = None,
+        wanted: int | None = None,
+    ) -> tuple[StreamState, Tensor]:
+        """Make a block from its noise: what `step` does, kernel by kernel.
+
+        `position` is that of the block's first latent once more, on the device (see `Generator.step`).
+        """
+        generator, sr_latents = self.generate(state, lr_frames, noise, position)
         if wanted is not None:  # the decoder looks back only: later latents change nothing
             first = self.blocks.first_latent(state.block)
             latents = next(n for n in count(1) if frames_of_latents(first, n) >= wanted)
@@ -111,27 +138,36 @@ class ReCaVSR:
         band = self._band(state.height)
         if band is not None:
             band = band.finer(self.generator.config.patch)
-        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames, band)
-        after = StreamState(
-            generator, decoder, state.height, state.width, state.seed, state.shot, state.block + 1
-        )
-        return after, frames
+        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames, None, position, band)
+        return replace(state, generator=generator, decoder=decoder, block=state.block + 1), frames
 
-    def generate(self, state: StreamState, lr_frames: Tensor) -> tuple[GeneratorState, Tensor]:
+    def generate(
+        self,
+        state: StreamState,
+        lr_frames: Tensor,
+        noise: Tensor | None = None,
+        position: Tensor | None = None,
+    ) -> tuple[GeneratorState, Tensor]:
         """Make the SR latents [1, C, T, H, W] of the next block from its noise and LR frames (Eq. 1).
 
         The state given is spent; on a card its history is written over.
         """
+        noise = self.noise(state) if noise is None else noise
+        in_place = self.graphs is not None or self.device.type == "cuda"
+        arguments = (state.generator, self.condition, noise, lr_frames, in_place, position)
+        return self.generator.step(*arguments, self._band(state.height))
+
+    def noise(self, state: StreamState) -> Tensor:
+        """Return the noise [1, C, T, H, W] of the next block, or of this process's rows, on the device."""
         config = self.generator.config
-        stride = config.latent_stride
-        latents = self.blocks.latents(state.block)
+        stride, latents = config.latent_stride, self.blocks.latents(state.block)
         shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
         noise = self._noise(shape, state.seed, state.shot, state.block)
-        in_place, band = self.device.type == "cuda", self._band(state.height)
-        if band is not None:
-            rows = band.finer(config.patch).own
-            noise = noise[:, :, :, rows.start : rows.stop]
-        return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place, band)
+        band = self._band(state.height)
+        if band is None:
+            return noise
+        rows = band.finer(config.patch).own
+        return noise[:, :, :, rows.start : rows.stop]
 
     def bands(self, height: int) -> tuple[Band, ...]:
         """Return the rows of tokens that each process computes of a picture of that many pixels.
