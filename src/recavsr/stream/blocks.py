@@ -128,11 +128,9 @@ def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Pictur
     half = full_scale(dtype) / 2
     x = frames[0, :, :, : size[0], : size[1]].transpose(0, 1)
     if x.device.type != "cpu":
-        kind = torch.uint8 if dtype == np.uint8 else torch.int32
-        levels = torch.empty(len(x), *size, 3, dtype=kind, device=x.device)
-        for frame, picture in zip(x, levels):  # one at a time: no large copies
-            picture.copy_(frame.float().clamp(-1, 1).add_(1).mul_(half).round_().permute(1, 2, 0))
-        return levels.cpu().numpy().astype(dtype, copy=False)
+        levels = x.float().clamp(-1, 1).add_(1).mul_(half).round_().permute(0, 2, 3, 1).int()
+        levels = levels.to(torch.uint8) if dtype == np.uint8 else levels
+        return levels.contiguous().cpu().numpy().astype(dtype, copy=False)
     out = np.empty((len(x), *size, 3), dtype)
     rows = min(_piece_rows(x), size[0])
     work = torch.empty(3, rows, size[1])
