@@ -46,7 +46,11 @@ from recavsr.stream.graphs import BlockGraphs, CudaCapture
 from recavsr.stream.load import load, random_model
 from recavsr.stream.step import ReCaVSR
 
-SIZES = {"4k": (2176, 3840), "1440p": (1440, 2560), "1080p": (1088, 1920), "small": (192, 320)}
+SIZES = {
+    "4k": (2176, 3840), "1440p": (1440, 2560), "1080p": (1088, 1920),
+    "check": (832, 1344),  # the smallest at which windows do not cover the grid
+    "small": (192, 320),
+}  # fmt: skip
 FRAMES = {"4k": 69, "1440p": 69, "1080p": 101, "small": 45}
 BEGAN = time.perf_counter()
 
@@ -83,9 +87,9 @@ def links(model: SharedModel) -> dict[str, float]:
     return {"copy_gb_s": round(source.numel() / took / 1e6, 1)}
 
 
-def agreement(model: SharedModel) -> dict[str, list[float]]:
-    """Return the relative error of four small blocks' frames, and what one rounding of the input changes."""
-    alone, size, errors, usual = one_card(model), SIZES["small"], [], []
+def agreement(model: SharedModel, size: tuple[int, int]) -> dict[str, list[float]]:
+    """Return the relative error of four blocks' frames, and what one rounding of the input changes."""
+    alone, errors, usual = one_card(model), [], []
     states: list[Any] = [alone.start(*size), alone.start(*size), model.start(*size)]
     for index in range(4):
         lr_frames = random_frames(model.blocks.frames(index), size, model.device).to(model.dtype)
@@ -152,6 +156,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda:0,cuda:1")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--size", default="4k,1080p", help="of " + ", ".join(SIZES))
+    parser.add_argument("--check", default="check", choices=SIZES, help="size at which frames are compared")
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--graphs", action="store_true", help="also of the blocks that several cards share")
     parser.add_argument("--kill", action="store_true", help="at the end, see what a lost worker does")
@@ -185,7 +190,7 @@ def main() -> None:
     print(f"opened after {time.perf_counter() - BEGAN:.1f} s", flush=True)
     if model.device.type == "cuda":
         part("links", lambda: links(model))
-    part("agreement", lambda: agreement(model))
+    part("agreement", lambda: agreement(model, SIZES[given.check]))
     for name in given.size.split(","):
         size, frames = SIZES[name], FRAMES[name]
         alone = one_card(model)

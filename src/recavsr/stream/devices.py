@@ -404,10 +404,11 @@ def _end(workers: Sequence[_Worker]) -> None:
             assert worker.process.stdin is not None
             worker.process.stdin.close()
     if dist.is_initialized():
-        # In a thread: with a lost peer this may not come back.
+        # In a thread: with a lost peer this may not come back. None can be started when the interpreter ends.
         leaving = threading.Thread(target=_leave, daemon=True)
-        leaving.start()
-        leaving.join(_GRACE_SECONDS)
+        with suppress(RuntimeError):
+            leaving.start()
+            leaving.join(_GRACE_SECONDS)
     for worker in workers:
         try:
             worker.process.wait(_GRACE_SECONDS)
