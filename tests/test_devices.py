@@ -21,7 +21,6 @@ from recavsr.models.generator import Generator, GeneratorState
 from recavsr.stream.devices import GatheredState, SharedModel, open_shared
 from recavsr.stream.graphs import BlockGraphs
 from recavsr.stream.load import load
-from recavsr.stream.session import Session
 from recavsr.stream.step import ReCaVSR
 from tiny import GENERATOR, STRIDE, one_thread, tiny_decoder, tiny_generator, tiny_prompt
 
@@ -104,6 +103,8 @@ def test_several_processes_make_the_frames_of_one(ranks: int, head: str, graphs:
 
 
 def test_states_can_be_copied_saved_and_forgotten(tmp_path: Path) -> None:
+    from recavsr.stream.session import Session  # PyAV may be missing where the tests of cards run
+
     frames = np.random.default_rng(0).integers(0, 256, (45, SIZE[0] // 2, SIZE[1] // 2, 3), np.uint8)
     with shared_tiny(2) as model:
         session = Session(model, frames.shape[1:3], SIZE)
@@ -158,7 +159,7 @@ def test_what_can_not_be_shared_is_refused() -> None:
 
 
 def test_a_file_over_two_processes(tmp_path: Path) -> None:
-    from recavsr.stream.engine import upscale  # PyAV may be missing where the tests of cards run
+    from recavsr.stream.engine import upscale
     from recavsr.video.clips import read_clip, write_clip
 
     frames = np.random.default_rng(1).integers(0, 256, (24, 24, 32, 3), np.uint8)
