@@ -168,6 +168,7 @@ def error(ours: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
 @pytest.mark.parametrize(
     ("grid", "window", "groups", "latents", "repeats", "width", "past"),
     [
@@ -180,9 +181,22 @@ def error(ours: Tensor, wanted: Tensor) -> float:
     ],
 )
 def test_windowed_attention_on_a_card(
-    grid: Grid, window: SpatialWindow, groups: int, latents: int, repeats: int, width: int, past: int
+    grid: Grid,
+    window: SpatialWindow,
+    groups: int,
+    latents: int,
+    repeats: int,
+    width: int,
+    past: int,
+    hopper: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernel is as near to float32 as the plain path in bfloat16 is."""
+    """The kernels are as near to float32 as the plain path in bfloat16 is."""
+    from recavsr.kernels import window as kernels
+
+    if hopper and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper card")
+    monkeypatch.setattr(kernels, "USE_HOPPER_KERNEL", hopper)
     card = torch.device("cuda")
     torch.manual_seed(0)
     query = torch.randn(1, groups, grid.cells, latents, repeats, width, device=card).bfloat16()
