@@ -15,7 +15,8 @@ from recavsr import attention
 from recavsr.attention import SpatialWindow, plan_window
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
-from recavsr.models.decoder import PIECE_LATENTS, DecoderConfig, FlashDecoder
+from recavsr.models import folded
+from recavsr.models.decoder import PIECE_LATENTS, PIECE_ROWS, DecoderConfig, FlashDecoder
 from recavsr.models.generator import GeneratorConfig
 from recavsr.models.lr_projector import PIECE_FRAMES
 from recavsr.models.offload import SLOTS
@@ -129,7 +130,9 @@ def plan_memory(
         # A long block is decoded one latent after the other.
         cell = cells.cells * 4 * (1 if latents > PIECE_LATENTS else latents)
         hidden = int(decoder.width * decoder.ffn_ratio)
-        grown = config.ffn_width / width * (1.5 if weight == 1 else 1)  # a copy in float8
+        made = pixels_of_frames * (value if decoder.head == "linear" else 4)
+        wide = min(folded.PIECE_ROWS, grid.cells * latents) * config.ffn_width
+        wide = wide * value + (wide if weight == 1 else 0)  # a copy in float8
         return {
             # As a session makes them, and rounded.
             "frames": beside + 4 * pixels_of_frames,
@@ -143,14 +146,17 @@ def plan_memory(
                 pixels * (2 * piece + reach + 4 * halves + reach) + first * halves,
             ),
             # LR tokens, the input, its sum and norm, what attention gave, q k v, k; both sides of the GELU.
-            "layers": beside + int(token * (10 + grown)),
+            "layers": beside + token * 10 + wide,
             # All frames, and of a piece: gates, their product, the stream and its norms; or the head.
             "decoder": beside
-            + 4 * pixels_of_frames
-            + cell
-            * max(value * (3 * hidden + 5 * decoder.width), value * (2 * hidden + 2 * pixels) + 4 * pixels),
+            + made
+            + value
+            * max(
+                cell * 5 * decoder.width + min(cell, PIECE_ROWS) * 3 * hidden,
+                cell * (2 * hidden + 3 * pixels),
+            ),
             # As the decoder gave them, and in whole levels.
-            "pictures": beside + 5 * pixels_of_frames + 2 * 4 * 3 * size[0] * size[1],
+            "pictures": beside + made + pixels_of_frames,
         }
 
     def largest(latents: int, frames: int) -> dict[str, int]:
