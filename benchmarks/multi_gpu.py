@@ -173,7 +173,7 @@ def main() -> None:
         return rows[name]
 
     about = environment(str(devices[0]))
-    model = open_shared("multi_gpu:open_part", devices, model=given.model, precision=given.precision)
+    model = open_shared("multi_gpu:open_part", devices, {"model": given.model, "precision": given.precision})
     print(f"opened after {time.perf_counter() - BEGAN:.1f} s", flush=True)
     if model.device.type == "cuda":
         part("links", lambda: links(model))
