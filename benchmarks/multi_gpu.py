@@ -186,7 +186,7 @@ def main() -> None:
 
     about = environment(str(devices[0]))
     options = {"model": given.model, "precision": given.precision, "graphs": given.graphs}
-    model = open_shared("multi_gpu:open_part", devices, **options)
+    model = open_shared("multi_gpu:open_part", devices, options)
     print(f"opened after {time.perf_counter() - BEGAN:.1f} s", flush=True)
     if model.device.type == "cuda":
         part("links", lambda: links(model))

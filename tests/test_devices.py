@@ -68,7 +68,7 @@ class _FailsLater:
 
 @contextmanager
 def shared_tiny(ranks: int, **arguments: str | bool) -> Iterator[SharedModel]:
-    model = open_shared("test_devices:open_tiny", [CPU] * ranks, **arguments)
+    model = open_shared("test_devices:open_tiny", [CPU] * ranks, arguments)
     try:
         yield model
     finally:
@@ -156,6 +156,11 @@ def test_what_can_not_be_shared_is_refused() -> None:
         load("identity", device="cpu,cpu")
     with pytest.raises(InputError, match="choose auto, cpu"):
         load("nano", device="cpu,gpu")
+    with pytest.raises(InputError, match="one kind work together, not cpu,meta"):
+        open_shared("test_devices:open_tiny", [CPU, torch.device("meta")], {})
+    card = torch.device("cuda:0")
+    with pytest.raises(InputError, match="cuda:0,cuda:0: name each card once"):
+        open_shared("test_devices:open_tiny", [card, card], {})
 
 
 def test_a_file_over_two_processes(tmp_path: Path) -> None:

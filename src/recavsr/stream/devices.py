@@ -240,25 +240,28 @@ class _OnFailure:
 # ------------------------------------------------------------------------------------------------- opening
 
 
-def open_shared(opener: str, devices: Sequence[torch.device], **arguments: Any) -> SharedModel:
+def open_shared(
+    opener: str,
+    devices: Sequence[torch.device],
+    arguments: dict[str, Any],
+    here: dict[str, Any] | None = None,
+) -> SharedModel:
     """Open a model on several devices, the first of them in this process.
 
-    `opener` ("module:function") is called in every process with `arguments` (plain JSON values), its `device`
-    and its `share` (rank, ranks), and returns a ReCaVSR. Raises InputError where it does so anywhere, or
-    where a worker is lost.
+    `opener` ("module:function") is called in every process with `arguments` (plain JSON values), in this one
+    also with those in `here`, with its `device` and its `share` (rank, ranks), and returns a ReCaVSR. Raises
+    InputError where it does so anywhere, where the devices can not work together, or where a worker is lost.
     """
     if dist.is_initialized():
         raise InputError("several devices for one stream: this process already works with others")
-    kinds = {device.type for device in devices}
-    if len(kinds) > 1:
-        raise InputError(f"devices of one kind, please, not of {' and '.join(sorted(kinds))}")
+    _check_devices(devices)
     workers: list[_Worker] = []
     try:
         for rank, device in enumerate(devices[1:], start=1):
             workers.append(_Worker(device, rank))
             workers[-1].send({"opener": opener, "arguments": arguments, "device": str(device),
                               "share": [rank, len(devices)]})  # fmt: skip
-        local = _opened(opener, arguments, devices[0], (0, len(devices)))
+        local = _opened(opener, {**arguments, **(here or {})}, devices[0], (0, len(devices)))
         for worker in workers:
             worker.receive("ready")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
@@ -274,6 +277,16 @@ def open_shared(opener: str, devices: Sequence[torch.device], **arguments: Any) 
             raise InputError(cause) from error
         raise
     return SharedModel(local, workers)
+
+
+def _check_devices(devices: Sequence[torch.device]) -> None:
+    kinds, names = {device.type for device in devices}, ",".join(map(str, devices))
+    if len(kinds) > 1:
+        raise InputError(f"devices of one kind work together, not {names}")
+    if kinds == {"cuda"}:
+        cards, there = [device.index for device in devices], torch.cuda.device_count()
+        if None in cards or len(set(cards)) < len(cards) or max(cards) >= there:
+            raise InputError(f"{names}: name each card once, of cuda:0 to cuda:{there - 1}")
 
 
 def _opened(opener: str, arguments: dict[str, Any], device: torch.device, share: tuple[int, int]) -> ReCaVSR:

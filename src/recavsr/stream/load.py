@@ -156,11 +156,14 @@ def load(
         return open_shared(
             "recavsr.stream.load:load",
             devices,
-            name=str(name),
-            precision=precision,
-            first_block_latents=first_block_latents,
-            memory=memory,
-            out_size=out_size,
+            {
+                "name": str(name),
+                "precision": precision,
+                "first_block_latents": first_block_latents,
+                "memory": memory,
+                "out_size": out_size,
+            },
+            {"tell": tell},
         )
     blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
     target = devices[0]
