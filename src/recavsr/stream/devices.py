@@ -38,7 +38,7 @@ from recavsr.stream.step import ReCaVSR, StreamState
 _GRACE_SECONDS = 3.0
 """How long a process may take to end by itself when it is no longer wanted, or to say why it failed."""
 
-_POLL_SECONDS = 2e-4
+_POLL_SECONDS, _WATCH_SECONDS = 2e-4, 0.1
 _PATIENCE = timedelta(minutes=5)
 
 
@@ -96,7 +96,11 @@ class SharedModel:
         self._numbers, self._unwanted = count(), deque[int]()
         self._lock = threading.RLock()  # another thread may save a state meanwhile
         self._ended: str | None = None
-        self._finalizer = weakref.finalize(self, _end, self._workers)
+        closing = threading.Event()
+        if self.device.type == "cuda":
+            watch = threading.Thread(target=_watch, args=(self._workers, closing), daemon=True)
+            watch.start()
+        self._finalizer = weakref.finalize(self, _end, self._workers, closing)
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> SharedState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
@@ -230,7 +234,10 @@ class _OnFailure:
         model = self.model
         if error is None or model._ended is not None:
             return
-        cause = _who_failed(model._workers) if isinstance(error, (_LostError, RuntimeError)) else None
+        cause = None
+        if isinstance(error, Exception) and not isinstance(error, InputError):
+            due = isinstance(error, (_LostError, RuntimeError))  # then a worker may just be ending
+            cause = _who_failed(model._workers, _GRACE_SECONDS if due else 0.0)
         model._ended = cause or f"the devices' work was broken off ({type(error).__name__}: {error})"
         model._finalizer()
         if cause is not None:
@@ -271,8 +278,9 @@ def open_shared(
         for worker in workers:
             worker.receive("connected")
     except BaseException as error:
-        cause = _who_failed(workers) if isinstance(error, (_LostError, RuntimeError)) else None
-        _end(workers)
+        due = isinstance(error, (_LostError, RuntimeError))
+        cause = _who_failed(workers, _GRACE_SECONDS) if due else None
+        _end(workers, threading.Event())
         if cause is not None:
             raise InputError(cause) from error
         raise
@@ -394,9 +402,9 @@ class _Worker:
         return said[-1] if said else f"ended with code {code}"
 
 
-def _who_failed(workers: Sequence[_Worker]) -> str | None:
+def _who_failed(workers: Sequence[_Worker], patience: float) -> str | None:
     """Return which worker ended and why, of several the first; None where all of them still work."""
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + patience
     while all(worker.process.poll() is None for worker in workers):
         if time.monotonic() > deadline:
             return None
@@ -410,8 +418,20 @@ def _who_failed(workers: Sequence[_Worker]) -> str | None:
     return f"the worker on {first.device} was lost: {first.reason()}"
 
 
-def _end(workers: Sequence[_Worker]) -> None:
+def _watch(workers: Sequence[_Worker], closing: threading.Event) -> None:
+    """Where a worker is lost, let the card go on that waits for it.
+
+    Otherwise its queue would fill up, and the thread that fills it never come to see what happened.
+    """
+    while not closing.wait(_WATCH_SECONDS):
+        if any(worker.process.poll() is not None for worker in workers):
+            _leave()
+            return
+
+
+def _end(workers: Sequence[_Worker], closing: threading.Event) -> None:
     """End workers and the connection with them."""
+    closing.set()
     for worker in workers:
         with suppress(OSError):
             assert worker.process.stdin is not None
