@@ -63,14 +63,18 @@ Attend = Callable[[Tensor, Pieces, Grid, SpatialWindow], Tensor]
 def forms(kind: str) -> dict[str, Attend]:
     """Return the forms of one kind by name."""
     if kind == "hopper":
-        rings = (((8, 8), 4), ((16, 8), 2), ((4, 16), 4), ((8, 8), 3))
-        return {
-            f"hopper {block} x {stages}": partial(on_hopper, block=block, stages=stages)
-            for block, stages in rings
+        rings = {
+            "hopper": {},
+            "hopper, not persistent": {"persistent": False},
+            "hopper, 16 x 8": {"block": (16, 8), "stages": 2},
+            "hopper, 4 x 16": {"block": (4, 16)},
+            "hopper, 3 stages": {"stages": 3},
         }
+        return {name: partial(on_hopper, **ring) for name, ring in rings.items()}
     cuts = {
         "triton 128": Launch(block=(2, 8)),
-        "triton 128, 4x8": Launch(),
+        "triton 128, no cap": Launch(block=(2, 8), registers=None),
+        "triton 128, no cap, 3 stages": Launch(block=(2, 8), stages=3, registers=None),
         "triton 64": Launch(queries=64, warps=4, block=(2, 8), registers=None),
         "triton 64, 3 stages": Launch(queries=64, warps=4, stages=3, block=(2, 8), registers=None),
         "triton 64, 32 keys": Launch(queries=64, keys=32, warps=4, stages=3, block=(2, 8), registers=None),
@@ -147,7 +151,7 @@ def measure(kind: str) -> None:
 
 def checked(form: str) -> list[str]:
     """Return the shapes that a form is checked at: all of them for the first of each kind."""
-    return list(CHECKED) if form in ("hopper (8, 8) x 4", "triton 128") else ["steady", "no history"]
+    return list(CHECKED) if form in ("hopper", "triton 128") else ["steady", "no history"]
 
 
 @torch.inference_mode()

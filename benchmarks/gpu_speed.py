@@ -1,13 +1,14 @@
 """What the kernels and a steady 1080p block of the 5B model do on one card: checks, times, a profile.
 
-    PYTHONPATH=src python benchmarks/gpu_speed.py            # everything, by importance, about 4 minutes
-    PYTHONPATH=src python benchmarks/gpu_speed.py --parts check,tune
+    PYTHONPATH=src python benchmarks/gpu_speed.py --seconds 240           # by importance
+    PYTHONPATH=src python benchmarks/gpu_speed.py --hopper --parts check,block
 
-Parts, in this order: `tune` (how the window kernel is cut, against dense attention), `block` (a stream of
-random 5B weights: times, parts, floor, peak memory), `profile` (one steady block, kernel by kernel), `4k` (a
-short stream at 2176 x 3840), `check` (kernels against plain forms at real shapes), `rows` (passes over
-tokens: kernels against torch.compile). A part that fails prints its traceback, and the next one begins.
-`recavsr bench` measures whole streams.
+Parts: `tune` (how the Triton window kernel is cut), for each precision `block` (a stream of random 5B weights
+with graphs and without: times, parts, floor, peak memory), `pictures` (a session from pictures to pictures),
+`profile` (one steady block, kernel by kernel), `4k` (a stream at 2176 x 3840, and where its memory peaks); then
+`check` (kernels against plain forms at real shapes), `rows` (passes over tokens: kernels against
+torch.compile). A part that fails prints its traceback, and the next one begins. Results go to $OUT as JSON too.
+`recavsr bench` measures whole streams, `attention_variants.py` forms of the window kernel.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from recavsr.evaluation.speed import (
 from recavsr.fp8 import Float8Rows, FP8Linear, quantize_rows
 from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate, rms_norm
 from recavsr.geometry import Grid
+from recavsr.kernels import window as window_kernels
 from recavsr.kernels.window import Launch, window_attention
 from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
@@ -319,9 +321,11 @@ def pictures(model: Any) -> None:
 
 def large(model: Any, precision: str) -> None:
     """Measure a stream at 4K, and where its memory peaks."""
-    row, _ = measure_stream(model, whole(model), (2176, 3840), 61)
-    keep(f"{precision} 2176x3840 whole", row)
+    keep(f"{precision} 2176x3840 whole", measure_stream(model, whole(model), (2176, 3840), 201)[0])
     keep(f"{precision} 2176x3840 graphs", graph_facts(model))
+    model.graphs._places.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
     peaks = []
     state = model.start(2176, 3840)
     for index in range(3):
@@ -335,7 +339,7 @@ def large(model: Any, precision: str) -> None:
             decoder, made = model.decoder.step(state.decoder, latents[1], frames, None)
         peaks.append((round(torch.cuda.max_memory_allocated() / 1e9, 2), tuple(made.shape)))
         state = replace(state, generator=latents[0], decoder=decoder, block=index + 1)
-        del latents, made, frames
+        del latents, decoder, made, frames
     keep(f"{precision} 2176x3840 peaks: before, generator; decoder", peaks)
 
 
@@ -433,11 +437,13 @@ def attempt(name: str, call: Callable[[], None]) -> None:
 def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="check,block,pictures,4k,profile,tune,rows")
+    parser.add_argument("--parts", default="block,pictures,4k,profile,check,rows")
+    parser.add_argument("--hopper", action="store_true", help="take the window kernel made for Hopper cards")
     parser.add_argument("--precision", default="bf16,fp8")
     parser.add_argument("--seconds", type=float, default=225, help="begin no further part after so long")
     given = parser.parse_args()
     parts, precisions = given.parts.split(","), given.precision.split(",")
+    window_kernels.USE_HOPPER_KERNEL = given.hopper or window_kernels.USE_HOPPER_KERNEL
     say(environment("cuda"))
     ceilings = measure_ceilings(CARD, precisions)
     keep("ceilings", ceilings.rounded())

@@ -198,9 +198,9 @@ def window_attention(
         key.shape[3],
         more_keys.shape[3] if len(pieces) > 1 else 0,
         width**-0.5 * LOG2_E,
-        GRID_H=grid.height,
-        GRID_W=grid.width,
-        FIRST_ROW=0 if rows is None else rows.start,
+        grid.height,
+        grid.width,
+        0 if rows is None else rows.start,
         SIDE_H=side[0],
         SIDE_W=side[1],
         REACH_H=(window.height - window.stride + 1) // 2,
@@ -230,15 +230,15 @@ def on_hopper(
     window: SpatialWindow,
     block: tuple[int, int] = (8, 8),
     stages: int = 4,
+    persistent: bool = True,
 ) -> Tensor:
-    """Do what `window_attention` does by the kernel in `hopper.py`.
-
-    `block` are rows and columns of keys that come at once, `stages` the places for them.
-    """
+    """Do what `window_attention` does by the kernel in `hopper.py`; for the rest see `hopper.Ring`."""
     hopper, a_cell = _hopper(), query.shape[3] * query.shape[4]
     launch = Launch(keys=block[0] * block[1], block=block)
     tiles, fits = _tiles_on(grid, window, launch.queries // a_cell, launch, query.device)
-    return hopper.window_attention(query, pieces, grid, window, tiles, fits, hopper.Ring(block, stages))
+    return hopper.window_attention(
+        query, pieces, grid, window, tiles, fits, hopper.Ring(block, stages, persistent)
+    )
 
 
 @cache
@@ -259,7 +259,7 @@ def _first(
     cell,
     reach: tl.constexpr,
     side: tl.constexpr,
-    extent: tl.constexpr,
+    extent,
     stride: tl.constexpr,
     cut: tl.constexpr,
 ):
@@ -270,7 +270,7 @@ def _first(
     return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["latents", "latents2", "grid_h", "grid_w"])
 def _window_attention(
     tiles_at, query_at, key_at, value_at, key2_at, value2_at, out_at,
     q_b, q_g, q_n, q_t, q_r,
@@ -279,8 +279,7 @@ def _window_attention(
     k2_b, k2_g, k2_n, k2_t,
     v2_b, v2_g, v2_n, v2_t,
     o_b, o_g, o_n, o_t, o_r,
-    latents, latents2, scale,
-    GRID_H: tl.constexpr, GRID_W: tl.constexpr, FIRST_ROW: tl.constexpr,
+    latents, latents2, scale, grid_h, grid_w, rows_begin,
     SIDE_H: tl.constexpr, SIDE_W: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     STRIDE: tl.constexpr, CUT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -298,28 +297,28 @@ def _window_attention(
     real = of_cell < height * width
     of_cell = tl.minimum(of_cell, height * width - 1)
     row, column = y + of_cell // width, x + of_cell % width
-    cell = (row - FIRST_ROW) * GRID_W + column
+    cell = (row - rows_begin) * grid_w + column
     channel = tl.arange(0, D)
     place = cell * q_n + latent * q_t + head * q_r
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])
 
     # Of the windows of the tile: where the first and the last begin, and their union in blocks of keys.
     top, low = (
-        _first(y, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
-        _first(y_last, REACH_H, SIDE_H, GRID_H, STRIDE, CUT),
+        _first(y, REACH_H, SIDE_H, grid_h, STRIDE, CUT),
+        _first(y_last, REACH_H, SIDE_H, grid_h, STRIDE, CUT),
     )
     left, right = (
-        _first(x, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
-        _first(x_last, REACH_W, SIDE_W, GRID_W, STRIDE, CUT),
+        _first(x, REACH_W, SIDE_W, grid_w, STRIDE, CUT),
+        _first(x_last, REACH_W, SIDE_W, grid_w, STRIDE, CUT),
     )
     begin_y, begin_x = tl.maximum(top, 0), tl.maximum(left, 0)
-    blocks_y = tl.cdiv(tl.minimum(low + SIDE_H, GRID_H) - begin_y, BLOCK_H)
-    blocks_x = tl.cdiv(tl.minimum(right + SIDE_W, GRID_W) - begin_x, BLOCK_W)
+    blocks_y = tl.cdiv(tl.minimum(low + SIDE_H, grid_h) - begin_y, BLOCK_H)
+    blocks_x = tl.cdiv(tl.minimum(right + SIDE_W, grid_w) - begin_x, BLOCK_W)
     if FITS:  # blocks that would reach over the border move back inside
-        begin_y = tl.minimum(begin_y, GRID_H - blocks_y * BLOCK_H)
-        begin_x = tl.minimum(begin_x, GRID_W - blocks_x * BLOCK_W)
-    row_first = _first(row, REACH_H, SIDE_H, GRID_H, STRIDE, CUT)[:, None]
-    column_first = _first(column, REACH_W, SIDE_W, GRID_W, STRIDE, CUT)[:, None]
+        begin_y = tl.minimum(begin_y, grid_h - blocks_y * BLOCK_H)
+        begin_x = tl.minimum(begin_x, grid_w - blocks_x * BLOCK_W)
+    row_first = _first(row, REACH_H, SIDE_H, grid_h, STRIDE, CUT)[:, None]
+    column_first = _first(column, REACH_W, SIDE_W, grid_w, STRIDE, CUT)[:, None]
 
     total = tl.zeros([QUERIES, D], tl.float32)
     largest = tl.full([QUERIES], -1e30, tl.float32)  # finite: a step may hold no visible key
@@ -341,7 +340,7 @@ def _window_attention(
             clear = clear & exists & (first_row >= low) & (first_row + BLOCK_H <= top + SIDE_H)
             clear = clear & (first_column >= right) & (first_column + BLOCK_W <= left + SIDE_W)
             if not FITS:
-                clear = clear & (first_row + BLOCK_H <= GRID_H) & (first_column + BLOCK_W <= GRID_W)
+                clear = clear & (first_row + BLOCK_H <= grid_h) & (first_column + BLOCK_W <= grid_w)
             mine = block_of_key == block
             key_row += tl.where(mine, tl.where(exists, first_row, FAR), 0)
             load_row += tl.where(mine, tl.where(exists, first_row, begin_y), 0)
@@ -349,7 +348,7 @@ def _window_attention(
             block_x += 1
             block_y += (block_x == blocks_x).to(tl.int32)
             block_x = tl.where(block_x == blocks_x, 0, block_x)
-        key_cell = load_row * GRID_W + key_column
+        key_cell = load_row * grid_w + key_column
         key_places, value_places = (
             key_cell[:, None] * k_n + channel[None, :],
             key_cell[:, None] * v_n + channel[None, :],
@@ -358,7 +357,7 @@ def _window_attention(
             key = tl.load(keys + key_places)
             value = tl.load(values + value_places)
         else:
-            on_grid = (load_row < GRID_H) & (key_column < GRID_W)
+            on_grid = (load_row < grid_h) & (key_column < grid_w)
             key = tl.load(keys + key_places, mask=on_grid[:, None], other=0.0)
             value = tl.load(values + value_places, mask=on_grid[:, None], other=0.0)
             key_row = tl.where(on_grid, key_row, FAR)

@@ -114,9 +114,13 @@ class BlockGraphs:
         for place in self._places:
             if place.tenant() is state:
                 return place
-        if state.block == 0:
-            return next((p for p in self._places if p.free and p.size == (state.height, state.width)), None)
-        return None
+        if state.block > 0:
+            return None
+        size = (state.height, state.width)
+        self._places = [
+            p for p in self._places if p.size == size or not p.free
+        ]  # the others' memory is wanted
+        return next((p for p in self._places if p.free), None)
 
     def _settled(
         self, place: _Place | None, before: Any, pattern: Hashable, after: Any, frames: Tensor
@@ -125,8 +129,7 @@ class BlockGraphs:
         form = _form(after)
         steady = form == _form(before)
         if steady and (place is None or place.form != form):
-            size = (after.height, after.width)
-            self._places = [p for p in self._places if p is not place and (p.size == size or not p.free)]
+            self._places = [p for p in self._places if p is not place]
             place = None
             if len(self._places) < STREAMS and not self._off:
                 place = _Place(after, form)
@@ -213,8 +216,11 @@ class _Place:
         """Return where graphs read noise, LR frames and the position, and where they write the frames."""
         if self._buffers is None:
             position = torch.zeros((), dtype=torch.int64, device=noise.device)
-            frames = torch.empty_like(form, device=noise.device)
-            self._buffers = torch.empty_like(noise), torch.empty_like(lr_frames), position, frames
+            given = torch.empty_like(lr_frames)
+            # Frames are written last, when the LR frames have been read: one buffer may do for both.
+            same = (form.shape, form.dtype) == (given.shape, given.dtype)
+            frames = given if same else torch.empty_like(form, device=noise.device)
+            self._buffers = torch.empty_like(noise), given, position, frames
         return self._buffers
 
     def replay(
