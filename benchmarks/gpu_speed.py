@@ -5,9 +5,9 @@
 
 Parts: `tune` (how the Triton window kernel is cut), for each precision `block` (a stream of random 5B weights
 with graphs and without: times, parts, floor, peak memory), `pictures` (a session from pictures to pictures),
-`profile` (one steady block, kernel by kernel), `4k` (a stream at 2176 x 3840, and where its memory peaks); then
-`check` (kernels against plain forms at real shapes), `rows` (passes over tokens: kernels against
-torch.compile). A part that fails prints its traceback, and the next one begins. Results go to $OUT as JSON too.
+`profile` (one steady block, kernel by kernel), `4k` (a stream at 2176 x 3840, and where its memory peaks);
+then `check` (kernels against plain forms at real shapes), `rows` (passes over tokens: kernels against
+torch.compile). A part that fails prints its traceback, and the next one begins. Results also go to $OUT.
 `recavsr bench` measures whole streams, `attention_variants.py` forms of the window kernel.
 """
 
