@@ -89,11 +89,20 @@ class WindowPlan:
     grid: Grid
     window: SpatialWindow
     device: torch.device
+    query_rows: range | None = None
+    """The rows of the grid that ask; None: all of them. Keys are always those of the whole grid."""
 
     @property
     def cells(self) -> int:
-        """Return the cells of the grid."""
-        return self.grid.cells
+        """Return the cells that ask."""
+        return self.grid.cells if self.query_rows is None else len(self.query_rows) * self.grid.width
+
+    def with_borrowed(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, G, N, T, D] of the whole grid, of those of the cells that ask.
+
+        Here these are the same; where they are not, another process has the rest (`models.row_parallel`).
+        """
+        return key, value
 
     @cached_property
     def tiling(self) -> _Tiling | None:
@@ -102,9 +111,9 @@ class WindowPlan:
         None where every query sees the whole grid.
         """
         with torch.inference_mode(False):  # kept for training steps that may follow in the same process
-            return (
-                None if self.window.covers(self.grid) else _make_tiling(self.grid, self.window, self.device)
-            )
+            if self.window.covers(self.grid):
+                return None
+            return _make_tiling(self.grid, self.window, self.device, self.query_rows)
 
 
 @lru_cache(maxsize=32)
@@ -133,7 +142,7 @@ def windowed_attention(
         from recavsr.kernels.window import window_attention
 
         pieces = [(key, value)] if earlier is None else [earlier, (key, value)]
-        return window_attention(query, pieces, plan.grid, plan.window)
+        return window_attention(query, pieces, plan.grid, plan.window, rows=plan.query_rows)
     if earlier is not None:
         key, value = (torch.cat(pair, dim=3) for pair in zip(earlier, (key, value)))
     scale, width = query.shape[-1] ** -0.5, query.shape[-1]
@@ -208,9 +217,13 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 @torch.inference_mode(False)  # kept for training steps that may follow in the same process
-def _make_tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Tiling:
+def _make_tiling(
+    grid: Grid, window: SpatialWindow, device: torch.device, query_rows: range | None = None
+) -> _Tiling:
     tile = window.stride if window.stride > 1 else _TILE
     rows, columns = window.rows(grid), window.columns(grid)
+    if query_rows is not None:
+        rows = rows[query_rows.start : query_rows.stop]
     row_tiles, row_keys, row_bias = _axis_tiles(rows, tile, grid.height)
     column_tiles, column_keys, column_bias = _axis_tiles(columns, tile, grid.width)
 
@@ -219,7 +232,7 @@ def _make_tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Ti
         return cells.flatten(2).flatten(0, 1)
 
     query_cells, key_cells = pair(row_tiles, column_tiles), pair(row_keys, column_keys)
-    untile = torch.empty(grid.cells, dtype=torch.long)
+    untile = torch.empty(len(rows) * grid.width, dtype=torch.long)
     # Later writes win; repeated cells hold equal results, so any of them serves.
     untile[query_cells.flatten()] = torch.arange(query_cells.numel())
     bias = row_bias[:, None, :, None, :, None] + column_bias[None, :, None, :, None, :]
@@ -231,9 +244,12 @@ def _make_tiling(grid: Grid, window: SpatialWindow, device: torch.device) -> _Ti
 
 
 def _axis_tiles(spans: list[range], tile: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut one axis into tiles: query indices [n, tile], key indices [n, k], bias [n, tile, k]."""
-    starts = range(0, extent, tile)
-    queries = torch.stack([torch.arange(s, s + tile).clamp(max=extent - 1) for s in starts])
+    """Cut one axis into tiles: query indices [n, tile], key indices [n, k], bias [n, tile, k].
+
+    `spans` are the windows of the queries, `extent` is that of the keys.
+    """
+    starts = range(0, len(spans), tile)
+    queries = torch.stack([torch.arange(s, s + tile).clamp(max=len(spans) - 1) for s in starts])
     unions = [(spans[int(q[0])].start, max(spans[int(i)].stop for i in q)) for q in queries]
     size = max(stop - start for start, stop in unions)
     keys = torch.stack([torch.arange(size) + min(start, extent - size) for start, _ in unions])

@@ -49,7 +49,7 @@ def angles(positions: Tensor, channels: int) -> Tensor:
 
 
 def rotation_table(
-    times: Sequence[int] | Tensor, grid: Grid, split: AxisSplit, device: torch.device
+    times: Sequence[int] | Tensor, grid: Grid, split: AxisSplit, device: torch.device, first_row: int = 0
 ) -> Tensor:
     """Return exp(i angle) of absolute positions as [N, T, channels // 2, 2] float32 (real, imaginary).
 
@@ -60,7 +60,8 @@ def rotation_table(
     """
     # Sines of the three axes apart are few; the table repeats them over the grid.
     time = _turns(_positions(times, device), split.time)
-    down = _turns(torch.arange(grid.height, device=device), split.rows)[:, None, None]
+    rows = torch.arange(first_row, first_row + grid.height, device=device)
+    down = _turns(rows, split.rows)[:, None, None]
     across = _turns(torch.arange(grid.width, device=device), split.columns)[None, :, None]
     shape = (grid.height, grid.width, len(times), -1, 2)
     return torch.cat([part.expand(shape) for part in (time, down, across)], dim=-2).flatten(0, 1)

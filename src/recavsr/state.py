@@ -46,6 +46,10 @@ class State:
         """Return the state with `Tensor.to(*args, **kwargs)` applied to every tensor."""
         return self.map(lambda tensor: tensor.to(*args, **kwargs))
 
+    def gathered(self) -> State:
+        """Return the state with all of it in this process; parts may lie in others (`stream.devices`)."""
+        return self
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""

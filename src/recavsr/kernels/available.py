@@ -17,10 +17,14 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def kernels_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether activations of this type go through kernels there."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and has_triton()
+
+
 def kernels_for(x: Tensor) -> bool:
     """Return whether `x` goes through kernels: on a card, in a 16-bit type, without gradients."""
-    sixteen = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and sixteen and not torch.is_grad_enabled() and has_triton()
+    return x.is_cuda and not torch.is_grad_enabled() and kernels_on(x.device, x.dtype)
 
 
 def tell_of_compilation(tell: Callable[[str], None]) -> None:

@@ -65,14 +65,20 @@ Tile = tuple[int, int, int, int]
 
 
 @lru_cache(maxsize=64)
-def tiles_of(grid: Grid, window: SpatialWindow, cells: int, launch: Launch) -> tuple[tuple[Tile, ...], bool]:
+def tiles_of(
+    grid: Grid, window: SpatialWindow, cells: int, launch: Launch, query_rows: range | None = None
+) -> tuple[tuple[Tile, ...], bool]:
     """Cut a grid into rectangles of at most `cells` cells, such that programs take few steps in all.
 
     Near the borders of a grid many cells share one window: tiles that do not reach beyond such a plateau
-    walk no key in vain. The longest tiles come first, so that short ones fill the card's last round. Also
-    returns whether the blocks of every union of windows fit into the grid.
+    walk no key in vain. The longest tiles come first, so that short ones fill the card's last round. With
+    `query_rows` only these are cut. Also returns whether the blocks of every union of windows fit into the
+    grid.
     """
     rows, columns = window.rows(grid), window.columns(grid)
+    first = 0 if query_rows is None else query_rows.start
+    if query_rows is not None:
+        rows = rows[first : query_rows.stop]
     at_once = launch.keys // (launch.block[0] * launch.block[1])
 
     def steps(tile: Tile) -> int:
@@ -108,7 +114,8 @@ def tiles_of(grid: Grid, window: SpatialWindow, cells: int, launch: Launch) -> t
             (columns, x, width, launch.block[1], grid.width),
         )
     )
-    return tuple(sorted(best, key=steps, reverse=True)), fits
+    longest_first = sorted(best, key=steps, reverse=True)
+    return tuple((first + y, x, height, width) for y, x, height, width in longest_first), fits
 
 
 def _blocks(spans: Sequence[range], block: int) -> int:
@@ -134,9 +141,14 @@ def _stretches(spans: Sequence[range]) -> list[list[range]]:
 
 @lru_cache(maxsize=64)
 def _tiles_on(
-    grid: Grid, window: SpatialWindow, cells: int, launch: Launch, device: torch.device
+    grid: Grid,
+    window: SpatialWindow,
+    cells: int,
+    launch: Launch,
+    device: torch.device,
+    query_rows: range | None = None,
 ) -> tuple[Tensor, bool]:
-    tiles, fits = tiles_of(grid, window, cells, launch)
+    tiles, fits = tiles_of(grid, window, cells, launch, query_rows)
     with torch.inference_mode(False):
         return torch.tensor(tiles, dtype=torch.int32).to(device), fits
 
@@ -147,18 +159,21 @@ def window_attention(
     grid: Grid,
     window: SpatialWindow,
     launch: Launch | None = None,
+    rows: range | None = None,
 ) -> Tensor:
-    """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N, T', D].
+    """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N', T', D].
 
-    Channels must be adjacent in memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
-    Without a `launch` a Hopper card takes the kernel made for it.
+    Keys are those of the whole grid, queries those of its `rows` (None: all). Channels must be adjacent in
+    memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D]. Without a `launch` a Hopper card takes
+    the kernel made for it.
     """
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats
-    if launch is None and USE_HOPPER_KERNEL and (hopper := _hopper()) and hopper.supports(query, pieces):
+    own_kernel = launch is None and rows is None and USE_HOPPER_KERNEL  # it takes whole grids
+    if own_kernel and (hopper := _hopper()) and hopper.supports(query, pieces):
         return on_hopper(query, pieces, grid, window)
     launch = launch or launch_for(width, a_cell)
-    tiles, fits = _tiles_on(grid, window, max(1, launch.queries // a_cell), launch, query.device)
+    tiles, fits = _tiles_on(grid, window, max(1, launch.queries // a_cell), launch, query.device, rows)
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
     (key, value), (more_keys, more_values) = pieces[0], pieces[-1]
     if any(x.stride(-1) != 1 for x in (query, key, value, more_keys, more_values)):
@@ -185,6 +200,7 @@ def window_attention(
         width**-0.5 * LOG2_E,
         grid.height,
         grid.width,
+        0 if rows is None else rows.start,
         SIDE_H=side[0],
         SIDE_W=side[1],
         REACH_H=(window.height - window.stride + 1) // 2,
@@ -263,7 +279,7 @@ def _window_attention(
     k2_b, k2_g, k2_n, k2_t,
     v2_b, v2_g, v2_n, v2_t,
     o_b, o_g, o_n, o_t, o_r,
-    latents, latents2, scale, grid_h, grid_w,
+    latents, latents2, scale, grid_h, grid_w, rows_begin,
     SIDE_H: tl.constexpr, SIDE_W: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     STRIDE: tl.constexpr, CUT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -281,7 +297,7 @@ def _window_attention(
     real = of_cell < height * width
     of_cell = tl.minimum(of_cell, height * width - 1)
     row, column = y + of_cell // width, x + of_cell % width
-    cell = row * grid_w + column
+    cell = (row - rows_begin) * grid_w + column
     channel = tl.arange(0, D)
     place = cell * q_n + latent * q_t + head * q_r
     query = tl.load(query_at + batch * q_b + group * q_g + place[:, None] + channel[None, :])

@@ -23,6 +23,7 @@ from recavsr.errors import InputError
 from recavsr.fused import add_rms_norm, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, grid_cells
+from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
 
@@ -166,7 +167,7 @@ class GroupedAttention(nn.Module):
         config, size = self.config, self.group_frames
         query, key, value = self.heads_of(x, rotation)
         query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
-        key, value = (y.permute(0, 3, 1, 2, 4) for y in (key, value))
+        key, value = window.with_borrowed(*(y.permute(0, 3, 1, 2, 4) for y in (key, value)))
         reach, frames = (config.window_latents - 1) * size, x.shape[2]
         held = 0 if history is None else history.keys.shape[3]
         results = []
@@ -227,6 +228,8 @@ class DecoderLayer(nn.Module):
 class LinearHead(nn.Module):
     """Two linear layers and a pixel shuffle: absolute RGB (the released decoder)."""
 
+    reach = 0  # rows of cells around that a cell's pixels depend on
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.stride = config.latent_stride
@@ -254,6 +257,7 @@ class ConvolutionalHead(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         channels, self.opening = config.head_channels, config.latent_stride // self.factor
+        self.reach = -(-4 // self.opening)  # four convolutions, one after the other
         pixels = 3 * self.factor**2
         self.inner = nn.Linear(config.width, channels * self.opening**2)
         self.stem = nn.Conv2d(pixels, channels, 3, padding=1)
@@ -318,6 +322,7 @@ class FlashDecoder(nn.Module):
         lr_frames: Tensor,
         dtype: torch.dtype | None = torch.float32,
         position: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[DecoderState, Tensor]:
         """Decode the next latents.
 
@@ -325,19 +330,21 @@ class FlashDecoder(nn.Module):
         their LR frames, F = 4 T, or 4 T - 3 at the start of a stream. Returns the frames
         [B, 3, F, s H, s W], not clamped, in `dtype`; None: in that of the head's last step, which holds all
         that they are. Without gradients a long first block goes through in pieces, which bounds its memory.
-        `position` is the state's next position on the device [], for a captured graph.
+        `position` is the state's next position on the device [], for a captured graph. With a `band` of the
+        latent rows, latents and results are those of the band, LR frames those of its LR rows.
         """
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
-            return self._step(state, sr_latents, lr_frames, dtype, position)
+            return self._step(state, sr_latents, lr_frames, dtype, position, band)
         _check_counts(state, sr_latents, lr_frames)
         frames, first = lr_frames.new_empty(0), 0
         # A card is full with one latent; its memory is what counts.
         for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
-            state, made = self._step(state, piece, lr_frames[:, :, first : first + count], dtype, position)
+            given = lr_frames[:, :, first : first + count]
+            state, made = self._step(state, piece, given, dtype, position, band)
             position = None if position is None else position + piece.shape[2]
             if first == 0:
-                frames = made.new_empty(lr_frames.shape)
+                frames = made.new_empty(*lr_frames.shape[:3], *made.shape[3:])
             frames[:, :, first : first + count] = made
             first += count
         return state, frames
@@ -348,7 +355,8 @@ class FlashDecoder(nn.Module):
         sr_latents: Tensor,
         lr_frames: Tensor,
         frames_dtype: torch.dtype | None,
-        position: Tensor | None = None,
+        position: Tensor | None,
+        band: Band | None,
     ) -> tuple[DecoderState, Tensor]:
         dtype = self.latent_projection.weight.dtype
         latents, height, width = sr_latents.shape[2:]
@@ -360,7 +368,8 @@ class FlashDecoder(nn.Module):
         if lead:  # the first latent stands for one frame, shown as the last of its four
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
-        stem = self.lr_stem(grid_cells(lr_frames.to(dtype), self.config.latent_stride))  # B N F lr
+        own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
+        stem = self.lr_stem(grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1).contiguous())
         x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
@@ -369,9 +378,12 @@ class FlashDecoder(nn.Module):
         split = AxisSplit.flash_decoder(self.config.width // self.config.heads)
         histories: list[GroupHistory | None] = []
         past = iter(state.layers)
-        window = plan_window(grid, self.config.window, x.device)
+        if band is None:
+            first_row, window = 0, plan_window(grid, self.config.window, x.device)
+        else:
+            first_row, window = band.own.start, band.plan(width, self.config.window, x.device)
         times = following(range(first, first + latents), position)
-        turn = rotation_table(times, grid, split, x.device)
+        turn = rotation_table(times, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
@@ -379,12 +391,27 @@ class FlashDecoder(nn.Module):
         x = x + self.lr_late_projection(stem)
         times = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
         frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)
-        turn = rotation_table(frames_at, grid, split, x.device)
+        turn = rotation_table(frames_at, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
             history, x = layer.step(next(past), x, turn, window)
             histories.append(history)
-        frames = self.head(x[:, :, lead:], grid, lr_frames[:, :, lead:])
+        x, lr_frames = x[:, :, lead:], lr_frames[:, :, lead:]
+        frames = (
+            self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
+        )
         return DecoderState(tuple(histories), first + latents), frames.to(frames_dtype or frames.dtype)
+
+
+def _head_of_band(head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: Tensor, band: Band) -> Tensor:
+    """Apply a head to the cells `x` [B, N, F, C] of a band: those around that it reads are borrowed."""
+    around = band.around(head.reach)
+    rows, own = around[band.rank], band.own
+    grid = Grid(len(rows), x.shape[1] // len(own))
+    if head.reach:
+        x = band.with_borrowed(x, around)
+    frames = head(x, grid, band.lr_frames_around(lr_frames, head.reach))
+    pixels = frames.shape[3] // len(rows)
+    return frames[:, :, :, (own.start - rows.start) * pixels : (own.stop - rows.start) * pixels]
 
 
 def _check_counts(state: DecoderState, sr_latents: Tensor, lr_frames: Tensor) -> None:

@@ -76,6 +76,7 @@ class SelfAttention(nn.Module):
         query, key, value = self.heads_of(x, rotation)
         query, key, value = (y.permute(0, 3, 1, 2, 4) for y in (query, key, value))
         query = query.unsqueeze(4)
+        key, value = plan.with_borrowed(key, value)
         if visibility is not None:
             out = attend_by_block(query, key, value, plan, visibility)
         else:

@@ -22,6 +22,7 @@ from recavsr.layers import grid_cells, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import HistoryPlan, KVHistory, extend, overwrite, plan_overwrite
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
+from recavsr.models.row_parallel import Band
 from recavsr.models.visibility import Visibility, schedule_visibility
 from recavsr.rope import AxisSplit, following, rotation_table
 from recavsr.state import State
@@ -218,6 +219,7 @@ class Generator(nn.Module):
         lr_frames: Tensor,
         in_place: bool = False,
         position: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[GeneratorState, Tensor]:
         """Generate the next block in one pass (Eq. 1).
 
@@ -225,7 +227,8 @@ class Generator(nn.Module):
         frames of the block at output size (F = 4 T, or 4 T - 3 at the start). Returns the next state
         and the SR latents [B, C, T, H, W] in float32: noise - prediction. The state given is spent: with
         `in_place` the next one lives in its memory, to half of what two histories need. `position` is the
-        state's next position once more, on the device [], for a captured graph to read at each replay.
+        state's next position once more, on the device [], for a captured graph to read at each replay. With a
+        `band` of the token rows, noise and latents are those of the band, LR frames those of its LR rows.
         Raises ValueError where the frames do not fit the latents.
         """
         config = self.config
@@ -234,11 +237,16 @@ class Generator(nn.Module):
         if lr_frames.shape[2] != frames_of_latents(state.next_position, latents):
             raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
         projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames)
+        if band is not None:
+            lr_tokens = band.cells_of_own(lr_tokens)
         recycled = _aligned(state.recycled if config.recycling else None, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
 
-        turn = rotation_table(following(positions, position), grid, self._split, x.device)
-        window = plan_window(grid, config.window, x.device)
+        if band is None:
+            first_row, window = 0, plan_window(grid, config.window, x.device)
+        else:
+            first_row, window = band.own.start, band.plan(grid.width, config.window, x.device)
+        turn = rotation_table(following(positions, position), grid, self._split, x.device, first_row)
         histories: list[KVHistory | None] = []
         rule, remember = config.schedule.anchor_rule, overwrite if in_place else extend
         for block, action, constants, history in zip(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from recavsr.geometry import BlockPlan, padded_size
+from recavsr.kernels.available import kernels_on
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.load import PACKAGED, load, model_folder, resolve_device, resolve_precision
 from recavsr.stream.memory import parse_memory, plan_memory
@@ -119,7 +120,7 @@ def _look_at(
     """Return the model (if it is small), the bytes that it needs, and whether they are a card's."""
     if not isinstance(model, (str, os.PathLike)):
         return model, _frames_of_a_block(model.blocks, out_size), model.device.type != "cpu"
-    target = resolve_device(device)
+    target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
     name, on_card = os.fspath(model), target.type != "cpu"
     settings = {"device": device, "precision": precision, "memory": memory}
@@ -144,6 +145,7 @@ def _look_at(
         prompt_tokens,
         dtype.itemsize,
         weight,
+        kernels_on(target, dtype),
     ).peak
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD

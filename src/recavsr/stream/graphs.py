@@ -139,7 +139,7 @@ class BlockGraphs:
         if place.form == form:
             after = place.moved_in(after)
         if steady:
-            place.seen[pattern] = frames.dtype
+            place.seen[pattern] = torch.empty_like(frames, device="meta")
         place.tenant = weakref.ref(after)
         return after
 
@@ -172,7 +172,7 @@ class _Place:
     def __init__(self, state: Any, form: Hashable) -> None:
         self.form, self.size = form, (state.height, state.width)
         self.graphs: dict[Hashable, Replay] = {}
-        self.seen: dict[Hashable, torch.dtype] = {}  # patterns that ran, and the type of their frames
+        self.seen: dict[Hashable, Tensor] = {}  # patterns that ran, and the form of their frames
         self.tenant: Callable[[], Any] = lambda: None  # weak: a state that is dropped leaves the place free
         self._state = replace(state)  # what lies here, for its tensors; its numbers are of no account
         self._tensors = list(state.tensors())
@@ -211,14 +211,15 @@ class _Place:
         return state.map(settle)
 
     def buffers_for(
-        self, noise: Tensor, lr_frames: Tensor, dtype: torch.dtype
+        self, noise: Tensor, lr_frames: Tensor, form: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return where graphs read noise, LR frames and the position, and where they write the frames."""
         if self._buffers is None:
             position = torch.zeros((), dtype=torch.int64, device=noise.device)
             given = torch.empty_like(lr_frames)
-            # Frames are written last, when the LR frames have been read: one buffer does for both.
-            frames = given if dtype == given.dtype else torch.empty_like(given, dtype=dtype)
+            # Frames are written last, when the LR frames have been read: one buffer may do for both.
+            same = (form.shape, form.dtype) == (given.shape, given.dtype)
+            frames = given if same else torch.empty_like(form, device=noise.device)
             self._buffers = torch.empty_like(noise), given, position, frames
         return self._buffers
 

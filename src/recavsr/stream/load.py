@@ -17,12 +17,13 @@ from torch import Tensor
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
 from recavsr.geometry import BlockPlan, padded_size
-from recavsr.kernels.available import tell_of_compilation
+from recavsr.kernels.available import kernels_on, tell_of_compilation
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
+from recavsr.stream.devices import open_shared
 from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
 
@@ -137,6 +138,7 @@ def load(
     memory: int | str | None = None,
     out_size: tuple[int, int] = (1080, 1920),
     tell: Callable[[str], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> BlockModel:
     """Load a model.
 
@@ -145,11 +147,26 @@ def load(
     none such). `first_block_latents` shortens the first block for a lower latency (default 6
     latents, 21 frames). `memory` ("8GB", or bytes) bounds what the device's memory has to hold at `out_size`
     (height, width): layers that do not fit wait in main memory; `tell` gets the plan, line by line, before
-    the weights are read, and a line when kernels are compiled for the first time. Raises InputError where
-    the model can not be found or does not fit.
+    the weights are read, and a line when kernels are compiled for the first time. Several devices,
+    "cuda:0,cuda:1", share each stream by rows of the picture, for which processes are started; `share` is
+    what each of them is given. Raises InputError where the model can not be found or does not fit.
     """
+    devices = [resolve_device(part.strip()) for part in str(device).split(",")]
+    if len(devices) > 1:
+        return open_shared(
+            "recavsr.stream.load:load",
+            devices,
+            {
+                "name": str(name),
+                "precision": precision,
+                "first_block_latents": first_block_latents,
+                "memory": memory,
+                "out_size": out_size,
+            },
+            {"tell": tell},
+        )
     blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
-    target = resolve_device(device)
+    target = devices[0]
     dtype = resolve_precision(precision, target)
     if str(name) == "identity":
         return IdentityModel(target, blocks)
@@ -162,7 +179,7 @@ def load(
     make = linear_layers(precision, target)
     resident = None
     if memory is not None:
-        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1])
+        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1], target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:  # the reference: the plain form
@@ -172,7 +189,7 @@ def load(
     decoder = folder.load_decoder(target, dtype)
     if target.type == "cuda" and dtype != torch.float32:
         decoder = pack(decoder)
-    return ReCaVSR(str(name), generator, decoder, prompt, blocks)
+    return ReCaVSR(str(name), generator, decoder, prompt, blocks, share)
 
 
 def _resident_layers(
@@ -182,6 +199,7 @@ def _resident_layers(
     blocks: BlockPlan,
     memory: int | str,
     prompt_tokens: int,
+    device: torch.device,
     dtype: torch.dtype,
     make: MakeLinear | None,
     tell: Callable[[str], None] | None,
@@ -190,7 +208,8 @@ def _resident_layers(
     size = padded_size(*out_size, config.token_stride)
     weight = dtype.itemsize if make is None else 1
     budget = parse_memory(memory)
-    plan = plan_memory(config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
+    sizes = (config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
+    plan = plan_memory(*sizes, kernels=kernels_on(device, dtype))
     if tell is not None:
         for line in plan.lines():
             tell(line)
@@ -208,6 +227,7 @@ def random_model(
     memory: int | str | None = None,
     out_size: tuple[int, int] = (1080, 1920),
     tell: Callable[[str], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> ReCaVSR:
     """Make a model of these sizes with random weights, on the device, in its final form: to measure speed.
 
@@ -229,7 +249,7 @@ def random_model(
     prompt = torch.randn(1, prompt_tokens, config.text_width, device=target)
     make, resident = linear_layers(precision, target), None
     if memory is not None:
-        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens)
+        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens, target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:
@@ -242,4 +262,4 @@ def random_model(
         parameter.data = parameter.data.to(dtype)
     if target.type == "cuda" and dtype != torch.float32:
         decoder = pack(decoder)
-    return ReCaVSR(name, generator, decoder, prompt)
+    return ReCaVSR(name, generator, decoder, prompt, share=share)

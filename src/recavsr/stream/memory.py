@@ -15,7 +15,8 @@ from recavsr import attention
 from recavsr.attention import SpatialWindow, plan_window
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
-from recavsr.models.decoder import PIECE_LATENTS, DecoderConfig, FlashDecoder
+from recavsr.models import folded
+from recavsr.models.decoder import PIECE_LATENTS, PIECE_ROWS, DecoderConfig, FlashDecoder
 from recavsr.models.generator import GeneratorConfig
 from recavsr.models.lr_projector import PIECE_FRAMES
 from recavsr.models.offload import SLOTS
@@ -89,10 +90,12 @@ def plan_memory(
     prompt_tokens: int,
     value: int,
     weight: int,
+    kernels: bool = False,
 ) -> MemoryPlan:
     """Plan a stream of padded output `size` (height, width) within `budget` bytes.
 
-    `value` is the bytes of an activation and of most weights, `weight` those of the layers' matrices.
+    `value` is the bytes of an activation and of most weights, `weight` those of the layers' matrices. With
+    `kernels` nothing is gathered, joined to the history or copied in float32 (see `kernels.available`).
     Raises InputError where even two layers at a time are too much.
     """
     width = config.width
@@ -113,12 +116,53 @@ def plan_memory(
         "projector, ends and decoder": value * (projector + 3 * patch * width + decoding),
         "prompt": value * 2 * config.layers * prompt_tokens * width,
     }
-    history = value * 2 * sum(capacity) * grid.cells * width
-    history += value * 3 * cells.cells * (pixels + first)
-    history += value * (2 * reach * cells.cells * narrow + 2 * patch * grid.cells)
+    anew = value * (3 * cells.cells * (pixels + first) + 2 * reach * cells.cells * narrow)
+    history = value * 2 * (sum(capacity) * grid.cells * width + patch * grid.cells) + anew
+
+    def with_kernels(latents: int, frames: int) -> dict[str, int]:
+        """Return the moments of one block on a card."""
+        pixels_of_frames = 3 * size[0] * size[1] * frames
+        # What is not written over in place is there twice, before and after.
+        beside = value * pixels_of_frames + history + anew
+        token = value * grid.cells * latents * width
+        piece = min(PIECE_FRAMES, frames)
+        halves, quarters, reach = -(-piece // 2), -(-piece // 4), 3
+        # A long block is decoded one latent after the other.
+        cell = cells.cells * 4 * (1 if latents > PIECE_LATENTS else latents)
+        hidden = int(decoder.width * decoder.ffn_ratio)
+        made = pixels_of_frames * (value if decoder.head == "linear" else 4)
+        wide = min(folded.PIECE_ROWS, grid.cells * latents) * config.ffn_width
+        wide = wide * value + (wide if weight == 1 else 0)  # a copy in float8
+        return {
+            # As a session makes them, and rounded.
+            "frames": beside + 4 * pixels_of_frames,
+            # The second convolution: its input before and after the norm, joined to the history, taps side by
+            # side, the next history. Or the first one.
+            "projector": beside
+            + value
+            * cells.cells
+            * max(
+                first * (2 * halves + reach + halves + 4 * quarters + reach),
+                pixels * (2 * piece + reach + 4 * halves + reach) + first * halves,
+            ),
+            # LR tokens, the input, its sum and norm, what attention gave, q k v, k; both sides of the GELU.
+            "layers": beside + token * 10 + wide,
+            # All frames, and of a piece: gates, their product, the stream and its norms; or the head.
+            "decoder": beside
+            + made
+            + value
+            * max(
+                cell * 5 * decoder.width + min(cell, PIECE_ROWS) * 3 * hidden,
+                cell * (2 * hidden + 3 * pixels),
+            ),
+            # As the decoder gave them, and in whole levels.
+            "pictures": beside + made + pixels_of_frames,
+        }
 
     def largest(latents: int, frames: int) -> dict[str, int]:
         """Return the moments of one block."""
+        if kernels:
+            return with_kernels(latents, frames)
         # Frames as a session gives them, and rounded.
         beside = 3 * size[0] * size[1] * frames * (4 + value) + history
         tokens, seen = grid.cells * latents, blocks.rest + max(capacity)

@@ -141,7 +141,7 @@ class Session:
         empty = np.zeros((0, *self.lr_size, 3), np.uint8)
         pending = np.concatenate(self._pending) if self._pending else empty
         state = SessionState(
-            self._state,
+            self._state.gathered(),
             self._seen,
             torch.from_numpy(pending.astype(np.int32)),
             self._block,

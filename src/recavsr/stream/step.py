@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, frames_of_latents
 from recavsr.models.decoder import DecoderState, FlashDecoder
 from recavsr.models.generator import Generator, GeneratorState
 from recavsr.models.offload import StreamedLayers
+from recavsr.models.row_parallel import Band
 from recavsr.state import State
 from recavsr.stream.graphs import BlockGraphs, CudaCapture
 
@@ -72,8 +74,14 @@ class ReCaVSR:
         decoder: FlashDecoder,
         prompt: Tensor,
         blocks: BlockPlan = BlockPlan(),  # noqa: B008
+        share: tuple[int, int] = (0, 1),
     ) -> None:
+        """Take the parts. With a `share` (rank, ranks) this is one of several processes of one stream.
+
+        Each then takes the LR frames of its band's LR rows, and makes the frames of its band (see `bands`).
+        """
         self.name, self.blocks = name, blocks
+        self.rank, self.ranks = share
         self.generator, self.decoder = generator, decoder
         self.size_multiple = generator.config.token_stride
         self.device, self.dtype = prompt.device, generator.head.weight.dtype
@@ -85,11 +93,12 @@ class ReCaVSR:
         travelling = isinstance(generator.blocks, StreamedLayers)  # graphs would fix where layers lie
         self.graphs: BlockGraphs | None = None
         """How steady blocks are issued; None: kernel by kernel."""
-        if on_card and not travelling:
+        if on_card and not travelling and self.ranks == 1:
             self.graphs = BlockGraphs(generator, CudaCapture(self.device))
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
+        self.bands(height)  # refused where it can not be shared
         return StreamState(self.generator.start(), self.decoder.start(), height, width, seed, shot, 0)
 
     @torch.inference_mode()
@@ -126,7 +135,10 @@ class ReCaVSR:
             latents = next(n for n in count(1) if frames_of_latents(first, n) >= wanted)
             sr_latents = sr_latents[:, :, :latents]
             lr_frames = lr_frames[:, :, : frames_of_latents(first, latents)]
-        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames, None, position)
+        band = self._band(state.height)
+        if band is not None:
+            band = band.finer(self.generator.config.patch)
+        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames, None, position, band)
         return replace(state, generator=generator, decoder=decoder, block=state.block + 1), frames
 
     def generate(
@@ -142,14 +154,35 @@ class ReCaVSR:
         """
         noise = self.noise(state) if noise is None else noise
         in_place = self.graphs is not None or self.device.type == "cuda"
-        return self.generator.step(state.generator, self.condition, noise, lr_frames, in_place, position)
+        arguments = (state.generator, self.condition, noise, lr_frames, in_place, position)
+        return self.generator.step(*arguments, self._band(state.height))
 
     def noise(self, state: StreamState) -> Tensor:
-        """Return the noise [1, C, T, H, W] of the next block, on the device."""
+        """Return the noise [1, C, T, H, W] of the next block, or of this process's rows, on the device."""
         config = self.generator.config
         stride, latents = config.latent_stride, self.blocks.latents(state.block)
         shape = (1, config.latent_channels, latents, state.height // stride, state.width // stride)
-        return self._noise(shape, state.seed, state.shot, state.block)
+        noise = self._noise(shape, state.seed, state.shot, state.block)
+        band = self._band(state.height)
+        if band is None:
+            return noise
+        rows = band.finer(config.patch).own
+        return noise[:, :, :, rows.start : rows.stop]
+
+    def bands(self, height: int) -> tuple[Band, ...]:
+        """Return the rows of tokens that each process computes of a picture of that many pixels.
+
+        Raises InputError where there are fewer rows than processes.
+        """
+        rows = height // self.size_multiple
+        if rows < self.ranks:
+            raise InputError(
+                f"a height of {height} is {rows} rows of tokens, too few for {self.ranks} devices"
+            )
+        return Band.split(rows, self.ranks, self.generator.config.patch)
+
+    def _band(self, height: int) -> Band | None:
+        return None if self.ranks == 1 else self.bands(height)[self.rank]
 
 
 def _fingerprint(*parts: nn.Module) -> str:
@@ -173,7 +206,9 @@ class NoiseAhead:
     """Gives a card what `block_noise` gives, and makes that of the next block while the card computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._worker = device, ThreadPoolExecutor(1)
+        # On its own card: memory is locked through the context of the thread's current one.
+        self._device = device
+        self._worker = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
         self._ahead: tuple[tuple[Any, ...], Future[Tensor]] | None = None
 
     def __call__(self, shape: tuple[int, ...], seed: int, shot: int, block: int) -> Tensor:
