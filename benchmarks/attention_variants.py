@@ -31,7 +31,7 @@ from recavsr.attention import SpatialWindow, _tiled, plan_window
 from recavsr.evaluation.floor import attention_work
 from recavsr.evaluation.speed import milliseconds
 from recavsr.geometry import Grid
-from recavsr.kernels.window import Launch, on_hopper, window_attention
+from recavsr.kernels.window import Launch, window_attention
 
 ROUTE = {2: 10, 3: 2, 4: 8, 6: 6, 7: 4}
 """Latents that a layer of the paper's route sees in a steady block, and how many layers see so many."""
@@ -62,15 +62,19 @@ Attend = Callable[[Tensor, Pieces, Grid, SpatialWindow], Tensor]
 
 def forms(kind: str) -> dict[str, Attend]:
     """Return the forms of one kind by name."""
-    if kind == "hopper":
-        rings = {
-            "hopper": {},
-            "hopper, not persistent": {"persistent": False},
-            "hopper, 16 x 8": {"block": (16, 8), "stages": 2},
-            "hopper, 4 x 16": {"block": (4, 16)},
-            "hopper, 3 stages": {"stages": 3},
+    if kind == "more":
+        cuts = {
+            "128, 4 x 8": Launch(),
+            "128, 1 x 8": Launch(block=(1, 8)),
+            "128, 2 x 16": Launch(block=(2, 16)),
+            "128, cap, 3 stages": Launch(block=(2, 8), stages=3),
+            "128, 4 warps": Launch(block=(2, 8), warps=4, registers=None),
+            "128, 32 keys, cap, 3 stages": Launch(keys=32, block=(2, 8), stages=3),
+            "64, cap of 168, 3 stages": Launch(queries=64, warps=4, stages=3, block=(2, 8), registers=168),
+            "64, cap of 128, 3 stages": Launch(queries=64, warps=4, stages=3, block=(2, 8), registers=128),
+            "64, 4 x 8": Launch(queries=64, warps=4, registers=None),
         }
-        return {name: partial(on_hopper, **ring) for name, ring in rings.items()}
+        return {name: partial(window_attention, launch=launch) for name, launch in cuts.items()}
     cuts = {
         "triton 128": Launch(block=(2, 8)),
         "triton 128, no cap": Launch(block=(2, 8), registers=None),
@@ -151,7 +155,7 @@ def measure(kind: str) -> None:
 
 def checked(form: str) -> list[str]:
     """Return the shapes that a form is checked at: all of them for the first of each kind."""
-    return list(CHECKED) if form in ("hopper", "triton 128") else ["steady", "no history"]
+    return list(CHECKED) if form == "triton 128" else ["steady", "no history"]
 
 
 @torch.inference_mode()
@@ -169,7 +173,7 @@ def compile_one(kind: str, form: str, name: str) -> None:
 def main() -> int:
     """Run every kind in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kinds", default="hopper,triton,dense")
+    parser.add_argument("--kinds", default="triton,more,dense")
     parser.add_argument("--seconds", type=float, default=120, help="for all of them")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,7 +1,6 @@
 """What the kernels and a steady 1080p block of the 5B model do on one card: checks, times, a profile.
 
     PYTHONPATH=src python benchmarks/gpu_speed.py --seconds 240           # by importance
-    PYTHONPATH=src python benchmarks/gpu_speed.py --hopper --parts check,block
 
 Parts: `tune` (how the Triton window kernel is cut), for each precision `block` (a stream of random 5B weights
 with graphs and without: times, parts, floor, peak memory), `pictures` (a session from pictures to pictures),
@@ -54,7 +53,6 @@ from recavsr.evaluation.speed import (
 from recavsr.fp8 import Float8Rows, FP8Linear, quantize_rows
 from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate, rms_norm
 from recavsr.geometry import Grid
-from recavsr.kernels import window as window_kernels
 from recavsr.kernels.window import Launch, window_attention
 from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
@@ -438,12 +436,10 @@ def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default="block,pictures,4k,profile,check,rows")
-    parser.add_argument("--hopper", action="store_true", help="take the window kernel made for Hopper cards")
     parser.add_argument("--precision", default="bf16,fp8")
     parser.add_argument("--seconds", type=float, default=225, help="begin no further part after so long")
     given = parser.parse_args()
     parts, precisions = given.parts.split(","), given.precision.split(",")
-    window_kernels.USE_HOPPER_KERNEL = given.hopper or window_kernels.USE_HOPPER_KERNEL
     say(environment("cuda"))
     ceilings = measure_ceilings(CARD, precisions)
     keep("ceilings", ceilings.rounded())

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
-from typing import Any
 
 import torch
 import triton
@@ -26,9 +25,6 @@ from recavsr.geometry import Grid
 
 FAR = tl.constexpr(1 << 20)
 LOG2_E = 1.4426950408889634
-
-USE_HOPPER_KERNEL = False
-"""Whether a Hopper card takes the kernel in `hopper.py`. Off until it has been measured on one."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +40,11 @@ class Launch:
 
 
 def launch_for(head_width: int, queries_of_a_cell: int) -> Launch:
-    """Return what measured best on an H100 (docs/performance.md)."""
+    """Return what measured best on an H200 (docs/performance.md)."""
     if head_width > 64:
         return Launch(block=(2, 8))
-    if queries_of_a_cell >= 16:  # many queries share a small union of windows
-        return Launch(queries=64, warps=4, stages=3, registers=None)
-    return Launch()
+    stages = 3 if queries_of_a_cell >= 16 else 2
+    return Launch(queries=64, warps=4, stages=stages, block=(2, 8), registers=None)
 
 
 def supports(query: Tensor) -> bool:
@@ -164,14 +159,10 @@ def window_attention(
     """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N', T', D].
 
     Keys are those of the whole grid, queries those of its `rows` (None: all). Channels must be adjacent in
-    memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D]. Without a `launch` a Hopper card takes
-    the kernel made for it.
+    memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
     """
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats
-    own_kernel = launch is None and rows is None and USE_HOPPER_KERNEL  # it takes whole grids
-    if own_kernel and (hopper := _hopper()) and hopper.supports(query, pieces):
-        return on_hopper(query, pieces, grid, window)
     launch = launch or launch_for(width, a_cell)
     tiles, fits = _tiles_on(grid, window, max(1, launch.queries // a_cell), launch, query.device, rows)
     out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
@@ -221,34 +212,6 @@ def window_attention(
         maxnreg=launch.registers,
     )
     return out
-
-
-def on_hopper(
-    query: Tensor,
-    pieces: Sequence[tuple[Tensor, Tensor]],
-    grid: Grid,
-    window: SpatialWindow,
-    block: tuple[int, int] = (8, 8),
-    stages: int = 4,
-    persistent: bool = True,
-) -> Tensor:
-    """Do what `window_attention` does by the kernel in `hopper.py`; for the rest see `hopper.Ring`."""
-    hopper, a_cell = _hopper(), query.shape[3] * query.shape[4]
-    launch = Launch(keys=block[0] * block[1], block=block)
-    tiles, fits = _tiles_on(grid, window, launch.queries // a_cell, launch, query.device)
-    return hopper.window_attention(
-        query, pieces, grid, window, tiles, fits, hopper.Ring(block, stages, persistent)
-    )
-
-
-@cache
-def _hopper() -> Any:
-    """Return the module with the kernel for Hopper cards, None where this Triton has no Gluon."""
-    try:
-        from recavsr.kernels import hopper
-    except ImportError:
-        return None
-    return hopper
 
 
 # ------------------------------------------------------------------------------------------------ kernels
