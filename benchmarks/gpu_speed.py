@@ -54,6 +54,7 @@ from recavsr.fp8 import Float8Rows, FP8Linear, quantize_rows
 from recavsr.fused import add_norm, gelu_float8, gelu_linear, norm_rotate, rms_norm
 from recavsr.geometry import Grid
 from recavsr.kernels.window import Launch, window_attention
+from recavsr.models import decoder as decoder_module
 from recavsr.rope import AxisSplit, rotate, rotation_table
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
 from recavsr.stream.session import Session
@@ -274,6 +275,9 @@ def block(model: Any, precision: str, ceilings: Any) -> None:
     keep(f"{precision} parts", measure_parts(model, state, SIZE))
     del state
     keep(f"{precision} generator", measure_stream(eager, generator_alone(eager), SIZE, 85)[0])
+    model.graphs._places.clear()
+    first_pieces(eager, precision)
+    peaks(eager, precision, SIZE)
 
 
 def unbroken(model: Any, state: Any) -> dict[str, float]:
@@ -322,12 +326,36 @@ def large(model: Any, precision: str) -> None:
     keep(f"{precision} 2176x3840 whole", measure_stream(model, whole(model), (2176, 3840), 201)[0])
     keep(f"{precision} 2176x3840 graphs", graph_facts(model))
     model.graphs._places.clear()
+    peaks(model, precision, (2176, 3840))
+
+
+def first_pieces(model: Any, precision: str) -> None:
+    """Measure a first block of 21 frames with one and with two latents decoded at once."""
+    kept = decoder_module.CARD_PIECE_LATENTS
+    for latents in (1, 2, 1, 2):
+        decoder_module.CARD_PIECE_LATENTS = latents
+        took = []
+        for _ in range(4):
+            state, frames = model.start(*SIZE), random_frames(21, SIZE, CARD).to(model.dtype)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            model.step(state, frames)
+            torch.cuda.synchronize()
+            took.append(round(time.perf_counter() - began, 4))
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        keep(f"{precision} first block, {latents} latents at once: s, peak GB", [min(took[1:]), peak])
+    decoder_module.CARD_PIECE_LATENTS = kept
+
+
+def peaks(model: Any, precision: str, size: tuple[int, int]) -> None:
+    """Print where the memory of a stream's first three blocks peaks."""
     gc.collect()
     torch.cuda.empty_cache()
     peaks = []
-    state = model.start(2176, 3840)
+    state = model.start(*size)
     for index in range(3):
-        frames = random_frames(model.blocks.frames(index), (2176, 3840), CARD).to(model.dtype)
+        frames = random_frames(model.blocks.frames(index), size, CARD).to(model.dtype)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 1e9
         with torch.inference_mode():
@@ -338,7 +366,7 @@ def large(model: Any, precision: str) -> None:
         peaks.append((round(torch.cuda.max_memory_allocated() / 1e9, 2), tuple(made.shape)))
         state = replace(state, generator=latents[0], decoder=decoder, block=index + 1)
         del latents, decoder, made, frames
-    keep(f"{precision} 2176x3840 peaks: before, generator; decoder", peaks)
+    keep(f"{precision} {size[0]}x{size[1]} peaks: before, generator; decoder", peaks)
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory, Method
+from recavsr.layers import packed
 from recavsr.models.lr_projector import (
     LRProjector,
     LRProjectorState,
@@ -219,3 +220,14 @@ def test_the_wide_projector_on_a_card(method: Method | None) -> None:
         half = project(projector, x.bfloat16(), [21, 8])
     error = (half.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_packed_copies_bit_for_bit(dtype: torch.dtype, first: int) -> None:
+    """Words or single numbers: what `packed` gives is what `contiguous` gives."""
+    scattered = torch.randn(5, 3, 40).to(dtype).transpose(0, 1)[:, :, first : first + 16]
+    copy = packed(scattered)
+    assert copy.is_contiguous()
+    assert copy.dtype == dtype
+    assert torch.equal(copy.view(torch.uint8), scattered.contiguous().view(torch.uint8))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recavsr.layers import packed
 from recavsr.state import State
 
 Method = Literal["library", "planes", "shifted", "unfolded"]
@@ -127,7 +128,7 @@ class CausalConv3d(nn.Module):
         """Convolve each output's frames as channels of one picture; shapes as above."""
         time, rows, columns = self.kernel
         taps = x.unfold(2, time, self.stride[0])[:, :, :outputs].permute(0, 2, 3, 4, 5, 1)  # B F' H W time C
-        pictures = taps.flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
+        pictures = packed(taps).flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
         weight = self.weight.transpose(1, 2).flatten(1, 2)
         out = F.conv2d(pictures, weight, self.bias, self.stride[1:], (rows // 2, columns // 2))
         return out.unflatten(0, (-1, outputs)).permute(0, 1, 3, 4, 2)

@@ -61,13 +61,25 @@ class ChannelRMSNorm(nn.Module):
         return F.silu(self(x))
 
 
+def packed(x: Tensor) -> Tensor:
+    """Return `x` contiguous; copied in words of eight bytes where its memory allows.
+
+    A card copies what lies scattered number by number: four times as many of bfloat16 as of words.
+    """
+    a_word = 8 // x.element_size()
+    places = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+    if x.is_contiguous() or x.requires_grad or x.stride(-1) != 1 or any(place % a_word for place in places):
+        return x.contiguous()
+    return x.view(torch.int64).contiguous().view(x.dtype)
+
+
 def grid_cells(x: Tensor, size: int) -> Tensor:
     """Cut pictures [B, C, T, s H, s W] into cells of `size` pixels: [B, H W, T, C s s], contiguous.
 
     The values of a cell are in the order (channel, row, column).
     """
     cells = x.unflatten(4, (-1, size)).unflatten(3, (-1, size))  # B C T H s W s
-    return cells.permute(0, 3, 5, 2, 1, 4, 6).flatten(4).flatten(1, 2).contiguous()
+    return packed(cells.permute(0, 3, 5, 2, 1, 4, 6)).flatten(4).flatten(1, 2)
 
 
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:

@@ -22,13 +22,16 @@ from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_a
 from recavsr.errors import InputError
 from recavsr.fused import add_rms_norm, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, grid_cells
+from recavsr.layers import RMSNorm, grid_cells, packed
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
 
 PIECE_LATENTS = 2
 """Latents that are decoded at once without gradients: those of a steady block."""
+
+CARD_PIECE_LATENTS = 1
+"""The same of a longer block on a card, which one latent fills: its memory is what counts."""
 
 PIECE_ROWS = 16_384
 """Cells of frames that are widened at once, on a card: a quarter of those of a steady block at 1080p."""
@@ -240,7 +243,8 @@ class LinearHead(nn.Module):
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
         pixels = in_pieces(self._pixels, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
-        return F.pixel_shuffle(pixels.permute(0, 3, 4, 1, 2), self.stride).transpose(1, 2)
+        cells = pixels.unflatten(4, (3, self.stride, self.stride))  # B H W F 3 s s
+        return packed(cells.permute(0, 4, 3, 1, 5, 2, 6)).flatten(5).flatten(3, 4)
 
     def _pixels(self, x: Tensor) -> Tensor:
         return self.outer(F.silu(self.inner(x)))
@@ -337,8 +341,8 @@ class FlashDecoder(nn.Module):
             return self._step(state, sr_latents, lr_frames, dtype, position, band)
         _check_counts(state, sr_latents, lr_frames)
         frames, first = lr_frames.new_empty(0), 0
-        # A card is full with one latent; its memory is what counts.
-        for piece in sr_latents.split(1 if sr_latents.is_cuda else PIECE_LATENTS, dim=2):
+        at_once = CARD_PIECE_LATENTS if sr_latents.is_cuda else PIECE_LATENTS
+        for piece in sr_latents.split(at_once, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
             given = lr_frames[:, :, first : first + count]
             state, made = self._step(state, piece, given, dtype, position, band)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory
-from recavsr.layers import ChannelRMSNorm
+from recavsr.layers import ChannelRMSNorm, packed
 from recavsr.state import State
 
 PIECE_FRAMES = 8
@@ -75,4 +75,4 @@ def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
 
 def _unshuffle_channels_last(frames: Tensor, factor: int) -> Tensor:
     cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
-    return cells.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).permute(0, 4, 1, 2, 3)
+    return packed(cells.permute(0, 2, 3, 5, 1, 4, 6)).flatten(4).permute(0, 4, 1, 2, 3)

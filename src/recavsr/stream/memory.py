@@ -16,7 +16,7 @@ from recavsr.attention import SpatialWindow, plan_window
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid
 from recavsr.models import folded
-from recavsr.models.decoder import PIECE_LATENTS, PIECE_ROWS, DecoderConfig, FlashDecoder
+from recavsr.models.decoder import CARD_PIECE_LATENTS, PIECE_LATENTS, PIECE_ROWS, DecoderConfig, FlashDecoder
 from recavsr.models.generator import GeneratorConfig
 from recavsr.models.lr_projector import PIECE_FRAMES
 from recavsr.models.offload import SLOTS
@@ -127,8 +127,8 @@ def plan_memory(
         token = value * grid.cells * latents * width
         piece = min(PIECE_FRAMES, frames)
         halves, quarters, reach = -(-piece // 2), -(-piece // 4), 3
-        # A long block is decoded one latent after the other.
-        cell = cells.cells * 4 * (1 if latents > PIECE_LATENTS else latents)
+        # A long block is decoded piece by piece.
+        cell = cells.cells * 4 * (CARD_PIECE_LATENTS if latents > PIECE_LATENTS else latents)
         hidden = int(decoder.width * decoder.ffn_ratio)
         made = pixels_of_frames * (value if decoder.head == "linear" else 4)
         wide = min(folded.PIECE_ROWS, grid.cells * latents) * config.ffn_width
