@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recavsr import attention
 from recavsr.cache_policy import CacheAction
 from recavsr.evaluation import metrics
 from recavsr.geometry import BlockPlan
@@ -227,6 +228,20 @@ def test_a_decoder_with_blurred_frames_has_only_its_latents(model: nano.NanoTrai
     assert pixel(deaf, 1.0, hq) == pytest.approx(pixel(deaf, 1.0, turned), rel=1e-6)
     assert pixel(deaf, 0.0, hq) != pytest.approx(pixel(deaf, 0.0, turned), rel=1e-4)
     assert pixel(model, 1.0, hq) != pytest.approx(pixel(model, 1.0, turned), rel=1e-6)
+
+
+def test_compiled_layers_train_on_grids_that_their_windows_do_not_cover(model: nano.NanoTraining) -> None:
+    decoder = copy.deepcopy(model.decoder)
+    size = 16 * (decoder.config.window.height + 4)
+    latents, lr = torch.randn(1, 48, 1, size // 16, size // 16), torch.rand(1, 3, 1, size, size)
+    attention._plan_window.cache_clear()
+    wanted = decoder.step(decoder.start(), latents, lr)[1]
+    attention._plan_window.cache_clear()
+    for layer in [*decoder.backbone, *decoder.refinement]:
+        layer.step = torch.compile(layer.step, fullgraph=True, dynamic=False, backend="eager")
+    got = decoder.step(decoder.start(), latents, lr)[1]
+    torch.testing.assert_close(got, wanted)
+    got.sum().backward()
 
 
 def test_a_soft_loss_of_still_pixels_wants_changes_spread_out() -> None:

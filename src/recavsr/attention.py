@@ -116,9 +116,16 @@ class WindowPlan:
             return _make_tiling(self.grid, self.window, self.device, self.query_rows)
 
 
-@lru_cache(maxsize=32)
 def plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> WindowPlan:
     """Lay a window over a grid."""
+    plan = _plan_window(grid, window, device)
+    if torch.is_grad_enabled():
+        _ = plan.tiling  # training needs it, and layers that are compiled can not make it
+    return plan
+
+
+@lru_cache(maxsize=32)
+def _plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> WindowPlan:
     return WindowPlan(grid, window, device)
 
 

@@ -63,14 +63,23 @@ class CudaCapture:
     def __call__(self, work: Callable[[], None]) -> Replay:
         """Record `work`; raise RuntimeError where it does something that can not be recorded."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
+        # A recording marks the card's random numbers as recorded; one that fails leaves them so, and every
+        # later draw in this process would fail. It gets a copy to mark: no block draws on the card.
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        random = torch.cuda.default_generators[index]
+        numbers = random.graphsafe_get_state()
+        random.graphsafe_set_state(numbers.clone_state())
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            # Other threads go on meanwhile: they lock memory pages for noise, decode, encode.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(stream):
+                # Other threads go on meanwhile: they lock memory pages for noise, decode, encode.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            random.graphsafe_set_state(numbers)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         return graph.replay
 
@@ -156,6 +165,8 @@ class BlockGraphs:
             place.moved_in(after)
             frames_out.copy_(frames)
 
+        # Loads the kernel of this copy: other layouts in memory have others.
+        frames_out.copy_(torch.empty_like(frames_out, memory_format=torch.contiguous_format))
         try:
             place.graphs[pattern] = self._capture(work)
         except RuntimeError as error:
