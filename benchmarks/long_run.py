@@ -105,7 +105,7 @@ class Run:
                 samples.send(Sample(state.frames, resident_mb(), time.process_time(), wall))
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-        upscale(source, target, model=model, scale=scale, preset="ultrafast", progress=look)
+        upscale(source, target, model=model, scale=scale, preset="ultrafast", overwrite=True, progress=look)
 
     def __iter__(self) -> Iterator[Sample]:
         while True:
