@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -198,6 +200,20 @@ def test_frames_are_left_out_evenly() -> None:
         taken += numbers(inbox)
     assert set(np.diff(taken)) == {3}
     assert len(taken) + inbox.dropped == 60
+
+
+def test_a_model_that_waits_gets_every_frame_however_slow_it_was() -> None:
+    inbox = Inbox("drop", 8, threading.Event())
+    inbox.pace = 10 / RATE  # two blocks were held up
+    taken = []
+    for n in range(8):
+        assert inbox.take() is None
+        inbox.put(frame(n))
+        taken += numbers(inbox)
+    assert taken == list(range(8))
+    for n in range(8, 30):  # now it works
+        inbox.put(frame(n))
+    assert numbers(inbox) == [17, 27]
 
 
 def test_waiting_holds_the_source_up_and_loses_nothing() -> None:
@@ -623,6 +639,68 @@ def test_a_source_that_does_not_come_back_ends_the_run(tmp_path: Path, loop: Mod
     sending.join()
     assert report.exit_code == 0  # it said that this is the end
     assert report.frames == len(times(tmp_path / "out.mkv")) >= 24
+
+
+# -- playlists -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """Serve `tmp_path` over HTTP; the value is its address."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def publish(playlist: Path, clip: Path, *, ends: bool, pause: float = 0.0) -> None:
+    """Write a clip as HLS of 1 s segments, with a pause before its last second."""
+    flags = "temp_file" if ends else "temp_file+omit_endlist"
+    options = {"hls_time": "1", "hls_list_size": "0", "hls_flags": flags}
+    with av.open(str(clip)) as source, av.open(str(playlist), "w", format="hls", options=options) as target:
+        copies = {s.index: target.add_stream_from_template(s, opaque=True) for s in source.streams}
+        late = float(source.duration / av.time_base) - 1
+        for packet in source.demux():
+            if packet.dts is None:
+                continue
+            if pause and packet.dts * packet.time_base > late:
+                time.sleep(pause)
+                pause = 0.0
+            packet.stream = copies[packet.stream_index]
+            target.mux(packet)
+
+
+def test_a_playlist_plays_in_real_time_and_says_when_it_ends(
+    tmp_path: Path, web: str, loop: ModuleType
+) -> None:
+    clip = make_pulses(tmp_path / "in.mp4", 4.0)
+    playlist = tmp_path / "live.m3u8"
+    publishing = threading.Thread(target=publish, args=(playlist, clip), kwargs={"ends": True, "pause": 2.0})
+    publishing.start()
+    while not playlist.exists() or playlist.read_text().count(".ts") < 2:
+        time.sleep(0.01)
+    began = time.monotonic()
+    report = run_identity(f"{web}/live.m3u8", tmp_path / "out.mkv", late="wait")
+    publishing.join()
+    assert time.monotonic() - began > 3.5  # though the first segments come at once
+    assert (report.frames, report.exit_code, report.dropouts) == (100, 0, 0)
+    offsets = loop.offsets(*loop.pulses(tmp_path / "out.mkv")[:2])
+    assert len(offsets) >= 3
+    assert max(map(abs, offsets)) < 0.040
+
+
+def test_what_a_playlist_gives_again_is_not_shown_again(tmp_path: Path, web: str) -> None:
+    publish(tmp_path / "live.m3u8", make_pulses(tmp_path / "in.mp4", 2.0), ends=False)
+    events: list[LiveEvent] = []
+    report = run_identity(
+        f"{web}/live.m3u8", tmp_path / "out.mkv", timeout=1.0, reconnect=1.0, on_event=events.append
+    )
+    assert (report.frames + report.dropped, report.dropouts, report.exit_code) == (50, 1, 1)
+    assert not any(event.kind == "reconnected" for event in events)
 
 
 @pytest.mark.slow
