@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -645,16 +643,10 @@ def test_a_source_that_does_not_come_back_ends_the_run(tmp_path: Path, loop: Mod
 
 
 @pytest.fixture
-def web(tmp_path: Path) -> Iterator[str]:
+def web(tmp_path: Path, loop: ModuleType) -> Iterator[str]:
     """Serve `tmp_path` over HTTP; the value is its address."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with loop.served(tmp_path) as address:
+        yield address
 
 
 def publish(playlist: Path, clip: Path, *, ends: bool, pause: float = 0.0) -> None:
@@ -704,8 +696,8 @@ def test_what_a_playlist_gives_again_is_not_shown_again(tmp_path: Path, web: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["rtmp", "udp"])
-def test_the_loop(route: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> None:
+@pytest.mark.parametrize(("route", "to"), [("rtmp", "tcp"), ("rtsp", "tcp"), ("udp", "hls"), ("srt", "srt")])
+def test_the_loop(route: str, to: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> None:
     row = loop.run(
         tmp_path,
         seconds=12,
@@ -713,6 +705,7 @@ def test_the_loop(route: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> 
         size=(160, 90),
         rate=RATE,
         route=route,
+        to=to,
         arguments=["--model", "identity", "--scale", "2"],
     )
     assert row["exit_code"] == 130

@@ -143,7 +143,8 @@ def resolve_live(
 ) -> LiveSource:
     """Say what `name` is, without opening it; InputError if it can't be a live source here.
 
-    listen: be the server that the source connects to (rtmp, tcp, srt). options: of the demuxer or device.
+    listen: be the server that the source connects to (rtmp, rtsp, tcp, srt). options: of the demuxer or
+        device.
     """
     given = dict(options or {})
     if name == STDIN:
@@ -162,8 +163,8 @@ def resolve_live(
     if protocol not in NETWORK_SCHEMES:
         raise InputError(f"{protocol}:// is not known; live takes {', '.join(NETWORK_SCHEMES)}")
     check_host(name)
-    if listen and protocol not in ("rtmp", "tcp", "srt"):
-        raise InputError(f"--listen is for rtmp, tcp and srt; {protocol} has no such mode")
+    if listen and protocol not in ("rtmp", "rtsp", "tcp", "srt"):
+        raise InputError(f"--listen is for rtmp, rtsp, tcp and srt; {protocol} has no such mode")
     url = name
     if protocol == "srt":
         ffmpeg_with("srt")
@@ -172,7 +173,9 @@ def resolve_live(
     defaults = {"analyzeduration": _PROBE_MICROSECONDS}
     if protocol == "rtsp":
         defaults["rtsp_transport"] = "tcp"  # UDP rarely passes routers, and loses packets where it does
-    if listen and protocol != "srt":
+    if listen and protocol == "rtsp":
+        defaults["listen_timeout"] = "86400"  # implies listening; libav refuses its own default
+    elif listen and protocol != "srt":
         defaults["listen"] = "1"
     listening = listen or protocol in ("udp", "rtp") or "mode=listener" in name
     return LiveSource(url, shown_name(name), LiveKind.NETWORK, None, defaults | given, listening, patience)
