@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.frames import Stamp
 from recavsr.video.live_sink import LiveWriter, choose_picture, resolve_destination
 from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live, shown_name
+from recavsr.video.relay import Relay
 
 RATE = 25
 PULSE_FRAMES = 2  # of every second are white, and as long does the tone sound
@@ -295,6 +297,7 @@ def test_secrets_are_not_shown() -> None:
         ("gopher://host/x", "out.mkv", [], "gopher:// is not known"),
         ("missing.mp4", "out.mkv", [], "no such file"),
         ("/dev/video63", "out.mkv", [], "no such camera"),
+        ("camera:63", "out.mkv", [], "no such camera"),
         ("IN", "gopher://host/x", [], "no output that can be streamed to"),
         ("IN", "srt://", [], "lacks a host"),
         ("IN", "out.avi", [], "can't write .avi"),
@@ -637,6 +640,42 @@ def test_a_source_that_does_not_come_back_ends_the_run(tmp_path: Path, loop: Mod
     sending.join()
     assert report.exit_code == 0  # it said that this is the end
     assert report.frames == len(times(tmp_path / "out.mkv")) >= 24
+
+
+# -- an ffmpeg beside us --------------------------------------------------------------------------------
+
+
+def coded(path: Path) -> dict[str, list[bytes]]:
+    """Return the packets of a file by codec."""
+    found: dict[str, list[bytes]] = {}
+    with av.open(str(path)) as container:
+        for packet in container.demux():
+            if packet.size:
+                found.setdefault(packet.stream.codec_context.name, []).append(bytes(packet))
+    return found
+
+
+def test_the_relay_carries_packets_as_they_are(clip: Path, tmp_path: Path, ffmpeg: str) -> None:
+    source, sent, received = (tmp_path / name for name in ("in.ts", "sent.ts", "received.ts"))
+    data = mpegts(source, clip)
+    sender = Relay(f"file:{sent}", sending=True)
+    sender.write(data)
+    sender.close()
+    receiver = Relay(f"file:{source}", sending=False, patience=30, connect_seconds=30)
+    received.write_bytes(b"".join(iter(partial(receiver.read, 65536), b"")))
+    receiver.close()
+    assert set(coded(source)) == {"h264", "aac"}
+    assert coded(sent) == coded(received) == coded(source)
+
+
+def test_silence_of_the_relay_is_told_once(tmp_path: Path, loop: ModuleType, ffmpeg: str) -> None:
+    relay = Relay(f"tcp://127.0.0.1:{loop.free_port()}?listen=1", sending=False, connect_seconds=0.3)
+    assert relay.read(100) == b""
+    began = time.monotonic()
+    assert relay.read(100) == b""
+    assert time.monotonic() - began < 0.2
+    assert relay.why_ended() == "no data for 0.3 s"
+    relay.close()
 
 
 # -- playlists -----------------------------------------------------------------------------------------
