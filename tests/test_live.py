@@ -387,7 +387,12 @@ def test_a_pipe_waits_for_the_model(tmp_path: Path) -> None:
     os.mkfifo(pipe)
 
     def feed() -> None:
-        with av.open(str(clip)) as source, av.open(str(pipe), "w", format="yuv4mpegpipe") as sink:
+        # Opened by Python: libav would hold the interpreter's lock until there is a reader.
+        with (
+            av.open(str(clip)) as source,
+            pipe.open("wb") as opened,
+            av.open(opened, "w", format="yuv4mpegpipe") as sink,
+        ):
             video = sink.add_stream("wrapped_avframe", rate=RATE)
             video.width, video.height = source.streams.video[0].width, source.streams.video[0].height
             video.pix_fmt = "yuv420p"

@@ -462,6 +462,8 @@ class _Sending:
             return
         try:
             self._writer.close()
+            if not self._confirmed:  # it was short
+                self._confirm(time.monotonic())
         except SinkLost as lost:
             if not self._ever_confirmed:
                 raise InputError(f"{self.destination.shown}: can't be opened ({lost})") from None
