@@ -3,10 +3,11 @@
     python benchmarks/live_loop.py [--seconds 300] [--model identity] [-o benchmarks/results/live_loop.json]
 
 An ffmpeg executable draws a white flash and sounds a tone in the first 80 ms of every second, and sends
-both as RTMP or MPEG-TS. It is killed at each of the drop-outs and started again. `recavsr live` sends what it
-makes as MPEG-TS over TCP to a second ffmpeg, which records it. In the recording each flash is compared with
-the beep nearest to it. The command is a process of its own: its memory is sampled, its events are its JSON
-lines. It is ended by an interrupt. The row goes into the result file in place of one with the same settings.
+both by one of the routes. It is killed at each of the drop-outs and started again. `recavsr live` sends what
+it makes as MPEG-TS, over TCP or SRT, to a second ffmpeg, which records it, or writes a playlist. In the
+recording each flash is compared with the beep nearest to it. The command is a process of its own: its memory
+and its processor time are sampled, its events are its JSON lines. It is ended by an interrupt. The row goes
+into the result file in place of one with the same settings.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +48,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder over HTTP; the value is its address."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
 def send_pulses(
-    url: str, size: tuple[int, int], rate: int, form: str, seconds: float = 3600
+    url: str,
+    size: tuple[int, int],
+    rate: int,
+    form: str,
+    seconds: float = 3600,
+    options: Sequence[str] = (),
 ) -> subprocess.Popen:
     """Start an ffmpeg that sends flashes and beeps in real time; size is (width, height)."""
     width, height = size
@@ -67,6 +92,7 @@ def send_pulses(
         *coding,
         "-f",
         form,
+        *options,
         url,
     ]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -74,7 +100,8 @@ def send_pulses(
 
 def record(url: str, path: Path) -> subprocess.Popen:
     """Start an ffmpeg that waits at `url` for MPEG-TS and records it as it is."""
-    command = ["ffmpeg", "-v", "error", "-nostdin", "-y", "-listen", "1", "-f", "mpegts", "-i", url]
+    source = ["-i", f"{url}?mode=listener"] if url.startswith("srt:") else ["-listen", "1", "-i", url]
+    command = ["ffmpeg", "-v", "error", "-nostdin", "-y", "-f", "mpegts", *source]
     return subprocess.Popen([*command, "-map", "0", "-c", "copy", str(path)], stderr=subprocess.DEVNULL)
 
 
@@ -115,13 +142,14 @@ def offsets(flashes: list[float], beeps: list[float]) -> list[float]:
     return found
 
 
-class Memory(threading.Thread):
-    """Samples the resident memory of a process, in MB, about once a second."""
+class Usage(threading.Thread):
+    """Samples the resident memory of a process, in MB, and its processor time, about once a second."""
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
         self._process = process
         self.samples: list[tuple[float, float]] = []
+        self.cpu_seconds: list[float] = []
 
     def run(self) -> None:
         """Sample until the process is gone."""
@@ -129,13 +157,19 @@ class Memory(threading.Thread):
         while True:
             try:
                 status = Path(f"/proc/{self._process}/status").read_text()
+                ticks = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[11:13]
             except OSError:
                 return
             lines = [line for line in status.splitlines() if line.startswith("VmRSS")]
             if not lines:
                 return
             self.samples.append((time.monotonic() - began, int(lines[0].split()[1]) / 1024))
+            self.cpu_seconds.append(sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"))
             time.sleep(1)
+
+    def cpu_ms(self, frames: int) -> float:
+        """Return the processor milliseconds, all threads together, for each of so many frames."""
+        return 1000 * (self.cpu_seconds[-1] - self.cpu_seconds[0]) / frames
 
     def facts(self) -> dict[str, float]:
         """Return the medians of the beginning (after warming up) and of the end, and the peak."""
@@ -189,46 +223,57 @@ def run(
     rate: int,
     route: str,
     arguments: list[str],
+    to: str = "tcp",
 ) -> dict[str, Any]:
     """Run the loop once and return what came out of it."""
-    source_port, sink_port = free_port(), free_port()
-    recording = folder / "recording.ts"
-    sink = f"tcp://127.0.0.1:{sink_port}"
-    source, form, listen = {
-        "rtmp": (f"rtmp://127.0.0.1:{source_port}/live/loop", "flv", ["--listen"]),
-        "tcp": (f"tcp://127.0.0.1:{source_port}", "mpegts", ["--listen"]),
-        "udp": (f"udp://127.0.0.1:{source_port}", "mpegts", []),
+    here, listen = f"127.0.0.1:{free_port()}", ["--listen"] if route not in ("udp", "hls") else []
+    url, form, options = {
+        "rtmp": (f"rtmp://{here}/live/loop", "flv", []),
+        "rtsp": (f"rtsp://{here}/live", "rtsp", ["-rtsp_transport", "tcp"]),
+        "tcp": (f"tcp://{here}", "mpegts", []),
+        "srt": (f"srt://{here}", "mpegts", []),
+        "udp": (f"udp://{here}", "mpegts", []),
+        "hls": (str(folder / "live.m3u8"), "hls", ["-hls_time", "1", "-hls_flags", "delete_segments"]),
     }[route]
-    recorder = record(sink, recording)
-    live = Live([source, sink, *listen, "--timeout", "2", *arguments])
-    memory = Memory(live.process.pid)
-    sender = None
-    try:
-        if listen:
-            live.wait_for("message", text="waiting for")
-            time.sleep(0.5)
-        sender = send_pulses(source, size, rate, form)
-        live.wait_for("connected", text='"source"')
-        memory.start()
-        stretch = seconds / (len(away) + 1)
-        for number, pause in enumerate(away, 1):
-            time.sleep(stretch)
-            sender.kill()
-            sender.wait()
-            live.wait_for("dropout", number, seconds=20)
-            time.sleep(pause)
-            sender = send_pulses(source, size, rate, form)
-            live.wait_for("reconnected", number, seconds=30)
-        time.sleep(stretch)
-        code = live.end()
-    finally:
-        for process in (sender, live.process):
-            if process is not None and process.poll() is None:
-                process.kill()
+    send = partial(send_pulses, url, size, rate, form, options=options)
+    if to == "hls":
+        sink = recording = folder / "out.m3u8"
+        arguments, recorder = [*arguments, "--output-option", "hls_list_size=0"], None
+    else:
+        sink, recording = f"{to}://127.0.0.1:{free_port()}", folder / "recording.ts"
+        recorder = record(sink, recording)
+    with served(folder) as web:
+        source = f"{web}/live.m3u8" if route == "hls" else url
+        live = Live([source, str(sink), *listen, "--timeout", "2", *arguments])
+        usage = Usage(live.process.pid)
+        sender = None
         try:
-            recorder.wait(10)
-        except subprocess.TimeoutExpired:
-            recorder.kill()
+            if listen:
+                live.wait_for("message", text="waiting for")
+                time.sleep(0.5)
+            sender = send()
+            live.wait_for("connected", text='"source"')
+            usage.start()
+            stretch = seconds / (len(away) + 1)
+            for number, pause in enumerate(away, 1):
+                time.sleep(stretch)
+                sender.kill()
+                sender.wait()
+                live.wait_for("dropout", number, seconds=20)
+                time.sleep(pause)
+                sender = send()
+                live.wait_for("reconnected", number, seconds=30)
+            time.sleep(stretch)
+            code = live.end()
+        finally:
+            for process in (sender, live.process):
+                if process is not None and process.poll() is None:
+                    process.kill()
+            if recorder is not None:
+                try:
+                    recorder.wait(10)
+                except subprocess.TimeoutExpired:
+                    recorder.kill()
     flashes, beeps, frames = pulses(recording, rate)
     apart = [1000 * offset for offset in offsets(flashes, beeps)]
     result = live.of("result")[-1]
@@ -241,6 +286,7 @@ def run(
         "gaps_s": [event["gap_s"] for event in live.of("reconnected")],
         "frames_recorded": frames,
         "frames_dropped": result["dropped"],
+        "level_changes": [event["name"] for event in live.of("level")],
         "flashes": len(flashes),
         "beeps": len(beeps),
         "pairs": len(apart),
@@ -250,7 +296,8 @@ def run(
             "max": round(max(apart), 1),
         },
         "latency_ms": {key: result[f"{key}_ms"] for key in ("p50", "p95", "max")},
-        "rss": memory.facts(),
+        "cpu_ms_a_frame": round(usage.cpu_ms(frames + result["dropped"]), 2),
+        "rss": usage.facts(),
     }
 
 
@@ -271,12 +318,15 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--size", default="320x180", help="of the source")
     parser.add_argument("--rate", type=int, default=25)
     parser.add_argument("--scale", default="2")
-    parser.add_argument("--route", choices=("rtmp", "tcp", "udp"), default="rtmp")
+    parser.add_argument("--route", choices=("rtmp", "rtsp", "tcp", "srt", "udp", "hls"), default="rtmp")
+    parser.add_argument("--to", choices=("tcp", "srt", "hls"), default="tcp")
     parser.add_argument("--late", default="drop")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(given)
     width, height = map(int, options.size.split("x"))
-    settings = {key: getattr(options, key) for key in ("model", "size", "rate", "scale", "route", "late")}
+    settings = {
+        key: getattr(options, key) for key in ("model", "size", "rate", "scale", "route", "to", "late")
+    }
     arguments = ["--model", options.model, "--scale", options.scale, "--late", options.late]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -288,13 +338,14 @@ def main(given: list[str] | None = None) -> None:
             size=(width, height),
             rate=options.rate,
             route=options.route,
+            to=options.to,
             arguments=arguments,
         )
     row = {**settings, **measured, "source_alone_ms": alone, "load_average": round(os.getloadavg()[0], 1)}
     print(json.dumps(row, indent=1))
     if options.output is not None:
         stored = json.loads(options.output.read_text()) if options.output.exists() else {"rows": []}
-        rows = [old for old in stored["rows"] if any(old[key] != row[key] for key in settings)]
+        rows = [old for old in stored["rows"] if any(old.get(key) != row[key] for key in settings)]
         text = json.dumps({"environment": environment("cpu"), "rows": [*rows, row]}, indent=1)
         options.output.write_text(text + "\n")
 

@@ -96,6 +96,38 @@ def test_what_does_not_exist_is_one_bad_file(tmp_path: Path) -> None:
     assert "match this pattern" in (report.files[1].reason or "")
 
 
+@pytest.mark.parametrize(
+    ("command", "inputs", "said"),
+    [
+        ("batch", ["a.mp4"], "a.mp4: no such file"),
+        (
+            "batch",
+            ["a.mp4", "b/*.mov", "f%04d.png"],
+            "a.mp4: no such file (nor are the other 2 inputs there)",
+        ),
+        ("upscale", ["b/*.mov"], "b/*.mov: no files match this pattern"),
+    ],
+)
+def test_nothing_but_missing_inputs_is_refused(
+    command: str,
+    inputs: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([command, *inputs, "-o", "out", "--model", "identity"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pattern_of_numbered_pictures_is_there_if_they_are(tmp_path: Path) -> None:
+    touch(tmp_path, "frames/1.png", "frames/2.png")
+    assert found([tmp_path / "frames/%d.png"], tmp_path) == {"frames/%d.png": "%d.png"}
+
+
 def test_a_folder_of_pictures_is_one_video(tmp_path: Path) -> None:
     touch(tmp_path, "frames/1.png", "frames/2.png", "clips/a.mp4")
     assert found([tmp_path / "frames", tmp_path / "clips"], tmp_path) == {

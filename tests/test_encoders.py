@@ -10,10 +10,11 @@ import av
 import numpy as np
 import pytest
 
-from media import make_clip, run_identity, video_stream
+from media import make_clip, run_identity, times, video_stream
 from recavsr.errors import InputError
+from recavsr.video.clips import read_clip
 from recavsr.video.color import HdrMetadata, hdr_metadata_of
-from recavsr.video.encoders import SOFTWARE, Encoder, with_hdr_metadata
+from recavsr.video.encoders import HARDWARE, SOFTWARE, Encoder, opens, with_hdr_metadata
 
 MEASURED = json.loads(
     (Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "quality_scale.json").read_text()
@@ -116,3 +117,42 @@ def test_prores_profile_in_the_file(tmp_path: Path, profile: str) -> None:
     quality = {"standard": 17, "lt": 24}[profile]
     run_identity(make_clip(tmp_path / "in.mp4", 2), out, codec="prores", quality=quality)
     assert video_stream(out)["codec_tag_string"] == {"standard": "apcn", "lt": "apcs"}[profile]
+
+
+CARD_CODECS = ["h264", "hevc", "av1"]
+
+
+def nvenc_opens(codec: str) -> bool:
+    """Say whether this machine's card encodes so: data centre cards like the H100 have no encoder at all."""
+    encoder = next(each for each in HARDWARE if each.library == f"{codec}_nvenc")
+    return opens(encoder, "yuv420p", (288, 320), encoder.settings(None, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CARD_CODECS)
+def test_a_card_encodes_every_frame(codec: str, tmp_path: Path) -> None:
+    if not nvenc_opens(codec):
+        pytest.skip(f"this card, its driver or PyAV has no {codec}_nvenc")
+    source = make_clip(tmp_path / "in.mp4", 30, (144, 160))
+    made, wanted = tmp_path / "card.mkv", tmp_path / "software.mkv"
+    report = run_identity(source, made, codec=codec, encoder="hardware")
+    assert not any("no graphics card" in line for line in report.warnings)
+    run_identity(source, wanted, codec=codec)
+    assert times(made) == times(wanted)
+    with av.open(str(made)) as container:
+        assert container.streams.video[0].codec_context.codec.canonical_name == codec
+    error = read_clip(made).astype(float) - read_clip(wanted)
+    assert 10 * np.log10(255**2 / (error**2).mean()) > 35
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CARD_CODECS)
+def test_a_card_without_an_encoder_leaves_it_to_the_software(codec: str, tmp_path: Path) -> None:
+    if nvenc_opens(codec):
+        pytest.skip("this card encodes it")
+    source = make_clip(tmp_path / "in.mp4", 3, (144, 160))
+    report = run_identity(source, tmp_path / "out.mkv", codec=codec, encoder="hardware", quality=20)
+    assert any(line.startswith(f"no graphics card here encodes this {codec}") for line in report.warnings)
+    assert len(times(tmp_path / "out.mkv")) == 3
+    with pytest.raises(InputError, match=f"{codec}_nvenc can't be opened on this machine"):
+        run_identity(source, tmp_path / "named.mkv", codec=f"{codec}_nvenc", quality=20)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.frames import Stamp
 from recavsr.video.live_sink import LiveWriter, choose_picture, resolve_destination
 from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live, shown_name
+from recavsr.video.relay import Relay
 
 RATE = 25
 PULSE_FRAMES = 2  # of every second are white, and as long does the tone sound
@@ -200,6 +202,20 @@ def test_frames_are_left_out_evenly() -> None:
     assert len(taken) + inbox.dropped == 60
 
 
+def test_a_model_that_waits_gets_every_frame_however_slow_it_was() -> None:
+    inbox = Inbox("drop", 8, threading.Event())
+    inbox.pace = 10 / RATE  # two blocks were held up
+    taken = []
+    for n in range(8):
+        assert inbox.take() is None
+        inbox.put(frame(n))
+        taken += numbers(inbox)
+    assert taken == list(range(8))
+    for n in range(8, 30):  # now it works
+        inbox.put(frame(n))
+    assert numbers(inbox) == [17, 27]
+
+
 def test_waiting_holds_the_source_up_and_loses_nothing() -> None:
     inbox = Inbox("wait", 4, threading.Event())
 
@@ -281,6 +297,7 @@ def test_secrets_are_not_shown() -> None:
         ("gopher://host/x", "out.mkv", [], "gopher:// is not known"),
         ("missing.mp4", "out.mkv", [], "no such file"),
         ("/dev/video63", "out.mkv", [], "no such camera"),
+        ("camera:63", "out.mkv", [], "no such camera"),
         ("IN", "gopher://host/x", [], "no output that can be streamed to"),
         ("IN", "srt://", [], "lacks a host"),
         ("IN", "out.avi", [], "can't write .avi"),
@@ -370,7 +387,12 @@ def test_a_pipe_waits_for_the_model(tmp_path: Path) -> None:
     os.mkfifo(pipe)
 
     def feed() -> None:
-        with av.open(str(clip)) as source, av.open(str(pipe), "w", format="yuv4mpegpipe") as sink:
+        # Opened by Python: libav would hold the interpreter's lock until there is a reader.
+        with (
+            av.open(str(clip)) as source,
+            pipe.open("wb") as opened,
+            av.open(opened, "w", format="yuv4mpegpipe") as sink,
+        ):
             video = sink.add_stream("wrapped_avframe", rate=RATE)
             video.width, video.height = source.streams.video[0].width, source.streams.video[0].height
             video.pix_fmt = "yuv420p"
@@ -625,9 +647,101 @@ def test_a_source_that_does_not_come_back_ends_the_run(tmp_path: Path, loop: Mod
     assert report.frames == len(times(tmp_path / "out.mkv")) >= 24
 
 
+# -- an ffmpeg beside us --------------------------------------------------------------------------------
+
+
+def coded(path: Path) -> dict[str, list[bytes]]:
+    """Return the packets of a file by codec."""
+    found: dict[str, list[bytes]] = {}
+    with av.open(str(path)) as container:
+        for packet in container.demux():
+            if packet.size:
+                found.setdefault(packet.stream.codec_context.name, []).append(bytes(packet))
+    return found
+
+
+def test_the_relay_carries_packets_as_they_are(clip: Path, tmp_path: Path, ffmpeg: str) -> None:
+    source, sent, received = (tmp_path / name for name in ("in.ts", "sent.ts", "received.ts"))
+    data = mpegts(source, clip)
+    sender = Relay(f"file:{sent}", sending=True)
+    sender.write(data)
+    sender.close()
+    receiver = Relay(f"file:{source}", sending=False, patience=30, connect_seconds=30)
+    received.write_bytes(b"".join(iter(partial(receiver.read, 65536), b"")))
+    receiver.close()
+    assert set(coded(source)) == {"h264", "aac"}
+    assert coded(sent) == coded(received) == coded(source)
+
+
+def test_silence_of_the_relay_is_told_once(tmp_path: Path, loop: ModuleType, ffmpeg: str) -> None:
+    relay = Relay(f"tcp://127.0.0.1:{loop.free_port()}?listen=1", sending=False, connect_seconds=0.3)
+    assert relay.read(100) == b""
+    began = time.monotonic()
+    assert relay.read(100) == b""
+    assert time.monotonic() - began < 0.2
+    assert relay.why_ended() == "no data for 0.3 s"
+    relay.close()
+
+
+# -- playlists -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web(tmp_path: Path, loop: ModuleType) -> Iterator[str]:
+    """Serve `tmp_path` over HTTP; the value is its address."""
+    with loop.served(tmp_path) as address:
+        yield address
+
+
+def publish(playlist: Path, clip: Path, *, ends: bool, pause: float = 0.0) -> None:
+    """Write a clip as HLS of 1 s segments, with a pause before its last second."""
+    flags = "temp_file" if ends else "temp_file+omit_endlist"
+    options = {"hls_time": "1", "hls_list_size": "0", "hls_flags": flags}
+    with av.open(str(clip)) as source, av.open(str(playlist), "w", format="hls", options=options) as target:
+        copies = {s.index: target.add_stream_from_template(s, opaque=True) for s in source.streams}
+        late = float(source.duration / av.time_base) - 1
+        for packet in source.demux():
+            if packet.dts is None:
+                continue
+            if pause and packet.dts * packet.time_base > late:
+                time.sleep(pause)
+                pause = 0.0
+            packet.stream = copies[packet.stream_index]
+            target.mux(packet)
+
+
+def test_a_playlist_plays_in_real_time_and_says_when_it_ends(
+    tmp_path: Path, web: str, loop: ModuleType
+) -> None:
+    clip = make_pulses(tmp_path / "in.mp4", 4.0)
+    playlist = tmp_path / "live.m3u8"
+    publishing = threading.Thread(target=publish, args=(playlist, clip), kwargs={"ends": True, "pause": 2.0})
+    publishing.start()
+    while not playlist.exists() or playlist.read_text().count(".ts") < 2:
+        time.sleep(0.01)
+    began = time.monotonic()
+    report = run_identity(f"{web}/live.m3u8", tmp_path / "out.mkv", late="wait")
+    publishing.join()
+    assert time.monotonic() - began > 3.5  # though the first segments come at once
+    assert (report.frames, report.exit_code, report.dropouts) == (100, 0, 0)
+    offsets = loop.offsets(*loop.pulses(tmp_path / "out.mkv")[:2])
+    assert len(offsets) >= 3
+    assert max(map(abs, offsets)) < 0.040
+
+
+def test_what_a_playlist_gives_again_is_not_shown_again(tmp_path: Path, web: str) -> None:
+    publish(tmp_path / "live.m3u8", make_pulses(tmp_path / "in.mp4", 2.0), ends=False)
+    events: list[LiveEvent] = []
+    report = run_identity(
+        f"{web}/live.m3u8", tmp_path / "out.mkv", timeout=1.0, reconnect=1.0, on_event=events.append
+    )
+    assert (report.frames + report.dropped, report.dropouts, report.exit_code) == (50, 1, 1)
+    assert not any(event.kind == "reconnected" for event in events)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["rtmp", "udp"])
-def test_the_loop(route: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> None:
+@pytest.mark.parametrize(("route", "to"), [("rtmp", "tcp"), ("rtsp", "tcp"), ("udp", "hls"), ("srt", "srt")])
+def test_the_loop(route: str, to: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> None:
     row = loop.run(
         tmp_path,
         seconds=12,
@@ -635,6 +749,7 @@ def test_the_loop(route: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> 
         size=(160, 90),
         rate=RATE,
         route=route,
+        to=to,
         arguments=["--model", "identity", "--scale", "2"],
     )
     assert row["exit_code"] == 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 from media import ffmpeg, make_clip, packets, run_identity, times, video_stream
 from recavsr.errors import InputError
 from recavsr.video.frames import Frame
-from recavsr.video.info import describe
 from recavsr.video.reader import open_reader
 
 
@@ -138,13 +138,59 @@ def test_fields_of_both_orders(tmp_path: Path, order: str) -> None:
 # -- HDR -------------------------------------------------------------------------------------------------
 
 
-def test_dolby_vision_is_named_as_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_reader(make_clip(tmp_path / "in.mp4", 90)) as reader:
-        stream = reader.container.streams.video[0]
-        frame = next(reader.container.decode(stream))
-        monkeypatch.setattr("recavsr.video.info.side_data_of", lambda frame: [("DOVI_RPU_BUFFER", b"")])
-        info = describe(reader.source, reader.container, stream, frame)
-    assert any("Dolby Vision" in line and "\n" not in line for line in info.warnings)
+def tag_dolby_vision(path: Path, profile: int, compatibility: int) -> Path:
+    """Lay a Dolby Vision configuration box into the sample entry of an MP4 whose index comes last."""
+    flags = profile << 9 | 1 << 3 | 1 << 2 | 1  # level 1, with RPU and base layer
+    box = struct.pack(
+        ">I4sBBHB19x", 32, b"dvcC" if profile <= 7 else b"dvvC", 1, 0, flags, compatibility << 4
+    )
+    data, at = bytearray(path.read_bytes()), 0
+    for name in (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"hvc1"):
+        while data[at + 4 : at + 8] != name:
+            at += struct.unpack_from(">I", data, at)[0]
+        (size,) = struct.unpack_from(">I", data, at)
+        struct.pack_into(">I", data, at, size + len(box))
+        end, at = at + size, at + (16 if name == b"stsd" else 8)
+    data[end:end] = box
+    path.write_bytes(data)
+    return path
+
+
+def hevc_clip(path: Path) -> Path:
+    """Write a clip of HEVC with 10 bits."""
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("libx265", rate=25, options={"x265-params": "log-level=none"})
+        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p10le"
+        video.codec_context.codec_tag = "hvc1"
+        for level in (40, 80, 120):
+            picture = av.VideoFrame.from_ndarray(np.full((48, 64, 3), level, np.uint8), format="rgb24")
+            container.mux(video.encode(picture))
+        container.mux(video.encode(None))
+    return path
+
+
+@pytest.mark.parametrize("container", [".mp4", ".mkv"])
+def test_dolby_vision_without_a_base_layer_is_refused(container: str, tmp_path: Path) -> None:
+    tagged = tag_dolby_vision(hevc_clip(tmp_path / "tagged.mp4"), profile=5, compatibility=0)
+    source = tmp_path / f"in{container}"
+    with av.open(str(tagged)) as file, av.open(str(source), "w", options={"strict": "unofficial"}) as copy:
+        stream = copy.add_stream_from_template(file.streams.video[0], opaque=True)
+        for packet in file.demux():
+            if packet.dts is not None:
+                packet.stream = stream
+                copy.mux(packet)
+    with pytest.raises(InputError, match="Dolby Vision profile 5 has no picture"), open_reader(source):
+        pass
+
+
+@pytest.mark.parametrize(("profile", "compatibility"), [(7, 6), (8, 1), (8, 4)])
+def test_dolby_vision_over_a_base_layer_is_named_as_dropped(
+    profile: int, compatibility: int, tmp_path: Path
+) -> None:
+    source = tag_dolby_vision(hevc_clip(tmp_path / "in.mp4"), profile, compatibility)
+    with open_reader(source) as reader:
+        assert len([frame for frame in reader if isinstance(frame, Frame)]) == 3
+    assert any("Dolby Vision" in line and "\n" not in line for line in reader.info.warnings)
 
 
 def test_a_codec_of_a_card_that_is_not_there(tmp_path: Path) -> None:

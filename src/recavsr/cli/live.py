@@ -54,7 +54,7 @@ def command(
     ] = 60.0,
     timeout: Annotated[float, typer.Option(help="So many seconds without data are a drop-out.")] = 5.0,
     listen: Annotated[
-        bool, typer.Option("--listen", help="Wait for the source to connect to us (rtmp, tcp, srt).")
+        bool, typer.Option("--listen", help="Wait for the source to connect to us (rtmp, rtsp, tcp, srt).")
     ] = False,
     input_option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for FFmpeg's device or demuxer; may be repeated.")

@@ -18,7 +18,7 @@ from recavsr.stream.load import load
 from recavsr.stream.step import BlockModel
 from recavsr.video.formats import CONTAINERS
 from recavsr.video.images import WRITABLE_SUFFIXES
-from recavsr.video.source import is_picture, is_video_folder, natural_order
+from recavsr.video.source import is_picture, is_video_folder, natural_order, resolve
 
 __all__ = [
     "BatchReport",
@@ -158,13 +158,17 @@ def find_jobs(
     The folders for them are made. An input is a file, a folder of videos (all its files), a folder of
     pictures (one video), or a pattern; a file of exactly that name comes before a pattern. Files of one name
     from several folders keep their folders, as seen from the one that holds them all. Raises InputError if
-    there is no file, or if the output can't be such a folder.
+    no input is there, or if the output can't be such a folder; no folder is made then.
     """
     named = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     found = {os.path.abspath(path): path for name in named for path in _files_of(os.fspath(name))}
     sources = list(found.values())
     if not sources:
         raise InputError("there is no file to upscale: name files, folders or patterns like 'clips/*.mov'")
+    missing = [reason for source in sources if (reason := _why_missing(source)) is not None]
+    if len(missing) == len(sources):
+        more = f" (nor are the other {len(missing) - 1} inputs there)" if missing[1:] else ""
+        raise InputError(f"{missing[0]}{more}")
     target = Path(output)
     if target.exists() and not target.is_dir():
         raise InputError(f"{target}: exists and is not a folder")
@@ -177,6 +181,16 @@ def find_jobs(
         except OSError as error:
             raise InputError(f"{folder}: can't be made ({error.strerror})") from None
     return [Job(str(source), str(out)) for source, out in zip(sources, outputs, strict=True)]
+
+
+def _why_missing(source: Path) -> str | None:
+    if source.exists():
+        return None
+    try:
+        resolve(source)  # a pattern of numbered pictures has no file of its name either
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def _parents(paths: Sequence[Path]) -> list[Path]:

@@ -241,6 +241,7 @@ class _Reception:
         self._timeline = Timeline(patience, own_clock=source.kind is not LiveKind.PIPE)
         self._held_up = 0.0  # seconds for which we, not the source, were late
         self._away = False
+        self._backoff = Backoff(0)
         self._attempts = 0
 
     def run(self) -> None:
@@ -252,19 +253,21 @@ class _Reception:
                 for item in reader:
                     if self.stop.is_set():
                         return
-                    self._take(item)
-            goodbye = reader.why_ended is None and (reader.ends or self._reconnect == 0)
+                    self._take(item, repeats=reader.paced)
+            goodbye = reader.why_ended is None and (reader.paced or self._reconnect == 0)
             if goodbye or not self.source.comes_back:
                 self.cut_short = reader.why_ended
                 break
             reader = self._next_connection(reader.why_ended)
         self._inbox.close()
 
-    def _take(self, item: LiveFrame | SoundPacket) -> None:
+    def _take(self, item: LiveFrame | SoundPacket, *, repeats: bool) -> None:
         timeline = self._timeline
         if isinstance(item, SoundPacket):
             if timeline.offset is not None and item.time + timeline.offset >= timeline.began - _SOUND_EARLY:
                 self._inbox.put(item.moved(timeline.offset))
+            return
+        if repeats and self._away and timeline.replays(item):
             return
         at = timeline.now
         frame, gap = timeline.place(item, item.arrived - self._held_up)
@@ -289,7 +292,8 @@ class _Reception:
         if source.listen:
             self._say("message", f"waiting for {source.shown}")
         may_wait = source.kind is LiveKind.NETWORK
-        reader = self._connect((math.inf if source.listen else self._reconnect) if may_wait else 0.0)
+        limit = (math.inf if source.listen else self._reconnect) if may_wait else 0.0
+        reader = self._connect(Backoff(limit))
         height, width = reader.info.size
         rate = round(float(reader.info.rate), 3)
         sound = [str(track) for track in reader.tracks]
@@ -301,28 +305,32 @@ class _Reception:
         return reader
 
     def _next_connection(self, reason: str | None) -> LiveReader | None:
-        self._timeline.lose()
-        self._away = True
-        self._drop_out(reason or "the source closed the connection", self._timeline.now)
+        if self._away:  # the last connection gave nothing new
+            self.stop.wait(self._backoff.next_wait())
+        else:
+            self._timeline.lose()
+            self._away, self._backoff = True, Backoff(self._reconnect)
+            self._drop_out(reason or "the source closed the connection", self._timeline.now)
         try:
-            return self._connect(self._reconnect)
+            if self._backoff.attempts and not self._backoff.left:
+                raise InputError("nothing new came")
+            return self._connect(self._backoff)
         except InputError:
             self._say("message", f"{self.source.shown} did not come back in {self._reconnect:g} s")
             self.cut_short = reason
             return None
 
-    def _connect(self, limit: float) -> LiveReader:
-        """Try to connect for `limit` seconds; then raise the last attempt's InputError."""
-        backoff, told = Backoff(limit), self._away
+    def _connect(self, backoff: Backoff) -> LiveReader:
+        """Try to connect as long as there is time; then raise the last attempt's InputError."""
+        told = self._away
         while True:
             if self.stop.is_set():
                 raise Stopped
             self._attempts = backoff.attempts + 1
             source = self.source
             if source.listen:  # one attempt is as long as there is time
-                source = replace(
-                    source, connect_seconds=None if limit == math.inf else max(0.1, backoff.left)
-                )
+                left = backoff.left
+                source = replace(source, connect_seconds=None if left == math.inf else max(0.1, left))
             try:
                 return LiveReader(source, deinterlace=self._deinterlace)
             except InputError as error:
@@ -454,6 +462,8 @@ class _Sending:
             return
         try:
             self._writer.close()
+            if not self._confirmed:  # it was short
+                self._confirm(time.monotonic())
         except SinkLost as lost:
             if not self._ever_confirmed:
                 raise InputError(f"{self.destination.shown}: can't be opened ({lost})") from None

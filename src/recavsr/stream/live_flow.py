@@ -20,6 +20,7 @@ Late = Literal["drop", "wait", "lower"]
 
 _CLOCK_JUMP = Fraction(10)  # seconds that the source's clock may run ahead of what was waited
 _CLOCK_REPAIR = Fraction(1, 2)  # seconds that a picture may come too early without meaning a new clock
+_REPLAYED = Fraction(30)  # seconds that a playlist may give once more to who comes back to it
 _POLL_SECONDS = 0.1
 
 
@@ -100,6 +101,10 @@ class Timeline:
         """Note that the connection is lost: its successor has a clock of its own."""
         self.offset = None
 
+    def replays(self, frame: LiveFrame) -> bool:
+        """Say whether a frame lies in the stretch that was shown last, by the source's own clock."""
+        return self._last is not None and 0 <= self._last.stamp.time - frame.stamp.time < _REPLAYED
+
     def place(self, frame: LiveFrame, arrived: float) -> tuple[LiveFrame, float]:
         """Return the frame at its time in the output, and the seconds of the drop-out before it (0: none).
 
@@ -150,7 +155,8 @@ class Inbox:
 
     Where the model is late, `wait` lets the source wait. `drop` takes only as many frames as the model can do
     (`pace`, seconds a frame), evenly in time; where more wait than the model works off in a second, the
-    oldest are left out. `lower` takes every frame as long as there is room.
+    oldest are left out. A model that waits for a frame gets the next one, whatever its pace was: one slow
+    block says nothing of those after it. `lower` takes every frame as long as there is room.
     """
 
     LARGEST = 48  # frames
@@ -160,7 +166,7 @@ class Inbox:
         self._items: deque[Item] = deque()
         self._changed = threading.Condition()
         self._due = -math.inf
-        self._closed = False
+        self._closed = self._idle = False
         self.pace = 0.0
         self.frames = self.dropped = 0
 
@@ -208,6 +214,7 @@ class Inbox:
         """Return the next item; None if there is none for a moment, or at the end."""
         with self._changed:
             if not self._items and not self._closed:
+                self._idle = True
                 self._changed.wait(_POLL_SECONDS)
             if not self._items:
                 return None
@@ -219,9 +226,12 @@ class Inbox:
     def _in_time(self, stamp: Stamp) -> bool:
         """Say whether the model has time for a frame of this moment."""
         moment, length = float(stamp.time), stamp.duration * float(stamp.time_base)
+        if self._idle or self._due == -math.inf:
+            self._idle, self._due = False, moment + self.pace
+            return True
         if moment < self._due - 1e-3:
             return False
-        self._due = (max(self._due, moment - length) if self._due > -math.inf else moment) + self.pace
+        self._due = max(self._due, moment - length) + self.pace
         return True
 
     def _drop_oldest(self) -> None:

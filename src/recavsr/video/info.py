@@ -19,6 +19,7 @@ from recavsr.video.color import ColorTags, HdrMetadata, hdr_metadata_of, tags_of
 from recavsr.video.frames import Orientation, alpha_of, has_alpha, is_opaque, orientation_of, side_data_of
 from recavsr.video.siting import tagged_siting
 from recavsr.video.source import CountedInput, Source, SourceKind
+from recavsr.video.stream_header import dolby_vision
 
 DEFAULT_RATE = Fraction(25)  # for picture sequences and streams that name no rate
 
@@ -130,7 +131,13 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
             f"HDR ({hdr}) is upscaled as it is coded, by a model that was trained on SDR; "
             "--color-fix wavelet holds its colours"
         )
-    if any(kind.startswith(("DOVI", "DYNAMIC_HDR")) for kind, _ in side_data_of(frame)):
+    dolby = dolby_vision(stream)
+    if dolby is not None and dolby.shown_by_dolby_alone:
+        raise InputError(
+            f"{source.name}: Dolby Vision profile {dolby.profile} has no picture that can be shown without "
+            "Dolby's metadata; convert it to HDR10 or SDR first, e.g. with ffmpeg's libplacebo filter"
+        )
+    if dolby is not None or any(kind.startswith(("DOVI", "DYNAMIC_HDR")) for kind, _ in side_data_of(frame)):
         warnings.append("dynamic HDR metadata (Dolby Vision, HDR10+) is not kept")
     origin = Fraction(container.start_time or 0, av.time_base)
     time_base = stream.time_base or 1 / rate

@@ -42,8 +42,11 @@ NETWORK_SCHEMES = ("rtmp", "rtmps", "rtsp", "rtsps", "srt", "udp", "tcp", "rtp",
 _DEVICE_FORMATS = {"linux": "v4l2", "darwin": "avfoundation", "win32": "dshow"}
 _DEVICE = re.compile(r"(camera|v4l2|avfoundation|dshow)(?::(.*))?", re.DOTALL)
 
+_SEGMENTED = ("hls", "dash")  # libav's formats whose pictures come in pieces of some seconds
+
 # Enough to find a picture and its sound in a stream that sends key frames every two seconds.
 _PROBE_MICROSECONDS = "2000000"
+_PACE_JUMP_SECONDS = 10.0  # a picture that would be so much too early or late has a new clock
 
 
 class LiveKind(Enum):
@@ -140,7 +143,8 @@ def resolve_live(
 ) -> LiveSource:
     """Say what `name` is, without opening it; InputError if it can't be a live source here.
 
-    listen: be the server that the source connects to (rtmp, tcp, srt). options: of the demuxer or device.
+    listen: be the server that the source connects to (rtmp, rtsp, tcp, srt). options: of the demuxer or
+        device.
     """
     given = dict(options or {})
     if name == STDIN:
@@ -159,8 +163,8 @@ def resolve_live(
     if protocol not in NETWORK_SCHEMES:
         raise InputError(f"{protocol}:// is not known; live takes {', '.join(NETWORK_SCHEMES)}")
     check_host(name)
-    if listen and protocol not in ("rtmp", "tcp", "srt"):
-        raise InputError(f"--listen is for rtmp, tcp and srt; {protocol} has no such mode")
+    if listen and protocol not in ("rtmp", "rtsp", "tcp", "srt"):
+        raise InputError(f"--listen is for rtmp, rtsp, tcp and srt; {protocol} has no such mode")
     url = name
     if protocol == "srt":
         ffmpeg_with("srt")
@@ -169,7 +173,9 @@ def resolve_live(
     defaults = {"analyzeduration": _PROBE_MICROSECONDS}
     if protocol == "rtsp":
         defaults["rtsp_transport"] = "tcp"  # UDP rarely passes routers, and loses packets where it does
-    if listen and protocol != "srt":
+    if listen and protocol == "rtsp":
+        defaults["listen_timeout"] = "86400"  # implies listening; libav refuses its own default
+    elif listen and protocol != "srt":
         defaults["listen"] = "1"
     listening = listen or protocol in ("udp", "rtp") or "mode=listener" in name
     return LiveSource(url, shown_name(name), LiveKind.NETWORK, None, defaults | given, listening, patience)
@@ -253,7 +259,7 @@ class LiveReader(VideoReader):
     """One connection to a live source. Raises InputError if it can't be made or shows no picture.
 
     Iteration gives `LiveFrame` and `SoundPacket`, each as soon as it is there, at the source's own times; it
-    ends when the source does, and `why_ended` then says why. Files come in real time, also over HTTP.
+    ends when the source does, and `why_ended` then says why. Files and playlists come in real time.
     """
 
     def __init__(self, source: LiveSource, *, deinterlace: bool = False) -> None:
@@ -274,6 +280,11 @@ class LiveReader(VideoReader):
         over_http = self.live.name.startswith(("http:", "https:"))
         return self.live.kind is LiveKind.FILE or (over_http and self.info.duration is not None)
 
+    @property
+    def paced(self) -> bool:
+        """Return whether it gives more at once than is due, a file or a playlist; both say when they end."""
+        return self.ends or self.container.format.name in _SEGMENTED
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -282,7 +293,7 @@ class LiveReader(VideoReader):
 
     def __iter__(self) -> Iterator[LiveFrame | SoundPacket]:  # type: ignore[override]
         try:
-            yield from self._paced() if self.ends else self._arriving()
+            yield from self._in_real_time() if self.paced else self._arriving()
         except InputError as error:  # it goes on with a picture of another size or kind
             self.why_ended = str(error)
         except OSError as error:  # of a pipe; libav's own are told by `_demux_error`
@@ -291,8 +302,17 @@ class LiveReader(VideoReader):
             self.why_ended = self._demux_error
             if "exit requested" in self._demux_error:
                 self.why_ended = f"no data for {self.live.patience:g} s"
+        elif self.container.format.name in _SEGMENTED and not self._playlist_is_complete():
+            self.why_ended = f"no data for {self.live.patience:g} s"  # libav calls that an end, too
         if self._relay is not None:
             self.why_ended = self._relay.why_ended() or self.why_ended
+
+    def _playlist_is_complete(self) -> bool:
+        try:
+            with self._open() as again:
+                return again.duration is not None
+        except InputError:
+            return False
 
     def _arriving(self) -> Iterator[LiveFrame | SoundPacket]:
         numbers = {stream.index: number for number, stream in enumerate(self._sound_streams())}
@@ -317,15 +337,16 @@ class LiveReader(VideoReader):
             else:  # nobody knows where on the output's clock it belongs until there is a picture
                 first_sound.append(sound)
 
-    def _paced(self) -> Iterator[LiveFrame | SoundPacket]:
-        """Give a file's frames when their time has come."""
-        began = time.monotonic()
-        zero: Fraction | None = None
+    def _in_real_time(self) -> Iterator[LiveFrame | SoundPacket]:
+        """Give frames when their time has come, on a clock that begins with the first one."""
+        zero: float | None = None
         for item in self._arriving():
             if isinstance(item, LiveFrame):
-                zero = item.stamp.time if zero is None else zero
-                due = began + float(item.stamp.time - zero)
-                time.sleep(max(0.0, due - time.monotonic()))
+                now, place = time.monotonic(), float(item.stamp.time)
+                new_clock = zero is not None and abs(zero + place - now) > _PACE_JUMP_SECONDS
+                if zero is None or (new_clock and not self.ends):
+                    zero = now - place
+                time.sleep(max(0.0, zero + place - now))
                 yield replace(item, arrived=time.monotonic())
             else:
                 yield item

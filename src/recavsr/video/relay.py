@@ -48,8 +48,8 @@ class Relay:
     ) -> None:
         executable = ffmpeg_with(url.partition(":")[0])
         soon = ["-analyzeduration", "500000"]  # ffmpeg looks at a stream for up to 5 s before it goes on
-        from_us = [*soon, "-f", "mpegts", "-i", "pipe:0", "-map", "0"]
-        to_us = [*soon, "-i", url, "-map", "0:v", "-map", "0:a?"]
+        from_us = [*soon, "-f", "mpegts", "-i", "pipe:0", "-map", "0", "-c", "copy"]
+        to_us = [*soon, "-i", url, "-map", "0:v", "-map", "0:a?", "-c", "copy"]
         arguments = (
             [*from_us, "-flush_packets", "1", "-f", "mpegts", url]
             if sending
@@ -59,7 +59,7 @@ class Relay:
         self._silence: str | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
-            [executable, "-nostdin", "-v", "error", *arguments],
+            [executable, "-nostdin", "-v", "repeat+error", *arguments],
             stdin=subprocess.PIPE if sending else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if sending else subprocess.PIPE,
             stderr=self._errors,
@@ -71,6 +71,8 @@ class Relay:
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes as they come; empty at the end."""
         assert self._process.stdout is not None
+        if self._silence is not None:  # libav asks again
+            return b""
         try:
             data = read_pipe(self._process.stdout.fileno(), size, self._patience)
         except TimeoutError as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from fractions import Fraction
 from typing import cast
 
-import av
-import av.error
 from av.filter import Graph
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
+
+from recavsr.video.stream_header import matroska_header
 
 # Matroska's ChromaSitingHorz and ChromaSitingVert: 1 on the first luma sample, 2 half-way to the next.
 _HORIZONTAL, _VERTICAL = b"\x55\xb7\x81", b"\x55\xb8\x81"
@@ -19,21 +18,11 @@ _BY_Y4M_TAG = {"420": "center", "420jpeg": "center", "420mpeg2": "left", "420pal
 
 
 def tagged_siting(stream: VideoStream, y4m_header: str = "") -> str | None:
-    """Return left, center, topleft or top, or None where the stream does not say.
-
-    PyAV does not tell what libav knows of it, but the header of a Matroska file does.
-    """
+    """Return left, center, topleft or top, or None where the stream does not say."""
     if y4m_header:
         tags = [word[1:] for word in y4m_header.split() if word.startswith("C")]
         return _BY_Y4M_TAG.get(tags[0].partition("p1")[0]) if tags else "center"
-    header = io.BytesIO()
-    try:
-        with av.open(header, "w", format="matroska") as trial:
-            trial.add_stream_from_template(stream, opaque=True)
-            trial.start_encoding()
-            written = header.getvalue()
-    except (av.error.FFmpegError, ValueError):  # what can't lie in Matroska
-        return None
+    written = matroska_header(stream)
     found = [written.find(element) for element in (_HORIZONTAL, _VERTICAL)]
     if min(found) < 0:
         return None
