@@ -175,7 +175,10 @@ def test_a_file_over_two_processes(tmp_path: Path) -> None:
         )
     one, two = (read_clip(tmp_path / f"{name}.mkv").astype(int) for name in ("one", "two"))
     assert one.shape == (24, 96, 128, 3)
-    assert np.abs(one - two).max() <= 2
+    # Sums in another order round a few pixels' luma or chroma to the other side: 3 levels of red or blue.
+    difference = np.abs(one - two)
+    assert difference.max() <= 4
+    assert (difference > 0).mean() < 0.01
     assert not torch.distributed.is_initialized()  # the workers ended with their model
 
 

@@ -22,7 +22,7 @@ from recavsr.models.presets import recavsr_5b, recavsr_5b_decoder
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.engine import Progress, upscale
 from recavsr.stream.load import load, model_folder
-from recavsr.stream.memory import MemoryPlan, parse_memory, plan_memory
+from recavsr.stream.memory import ALLOWANCE, MemoryPlan, parse_memory, plan_memory
 from recavsr.stream.step import ReCaVSR
 from recavsr.video.clips import write_clip
 from tiny import GENERATOR, STRIDE, one_thread, tiny_decoder, tiny_generator, tiny_prompt
@@ -123,10 +123,10 @@ def test_a_plan_keeps_to_its_budget_and_uses_it(budget: float) -> None:
 
 
 def test_on_a_card_nothing_is_gathered_or_joined() -> None:
-    for weight, peak in ((2, 13.64e9), (1, 9.38e9)):  # measured on an H100, with 0.53 GB more frames
+    for weight, peak in ((2, 13.14e9), (1, 8.91e9)):  # measured on an H200
         sizes = (recavsr_5b(), recavsr_5b_decoder(), (1088, 1920), PLAN, 10**11, 512, 2, weight)
         card, plain = plan_memory(*sizes, kernels=True), plan_memory(*sizes)
-        assert peak - 0.53e9 <= card.peak <= peak
+        assert card.peak - ALLOWANCE == pytest.approx(peak, rel=0.02)
         assert card.held == plain.held
         assert card.peak < plain.peak
     cheap = plan_memory(*sizes[:4], int(8e9), *sizes[5:], kernels=True)
