@@ -110,10 +110,9 @@ class WindowPlan:
 
         None where every query sees the whole grid.
         """
-        with torch.inference_mode(False):  # kept for training steps that may follow in the same process
-            if self.window.covers(self.grid):
-                return None
-            return _make_tiling(self.grid, self.window, self.device, self.query_rows)
+        if self.window.covers(self.grid):
+            return None
+        return _make_tiling(self.grid, self.window, self.device, self.query_rows)
 
 
 def plan_window(grid: Grid, window: SpatialWindow, device: torch.device) -> WindowPlan:
