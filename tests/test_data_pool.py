@@ -246,12 +246,24 @@ def drawn_specs(source: ClipSource, count: int, **options: float) -> list[ClipSp
     return [source.sample(rng, frames=FRAMES, size=SIZE, **options) for _ in range(count)]  # type: ignore[arg-type]
 
 
+def still_ones(photos: list[ClipSpec]) -> list[ClipSpec]:
+    return [s for s in photos if s.motion == CameraMotion(s.motion.level, s.motion.x, s.motion.y)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_photo_clips_stands_still(source: ClipSource, share: float) -> None:
+    specs = drawn_specs(source, 200, video_fraction=0.0, still_fraction=share)
+    assert len(still_ones(specs)) / 200 == pytest.approx(share, abs=0.1)
+    if share == 1.0:
+        clip = source.render(specs[0], FRAMES, SIZE)
+        assert torch.equal(clip, clip[:1].expand_as(clip))
+
+
 def test_draws_have_all_kinds(source: ClipSource) -> None:
     specs = drawn_specs(source, 400)
     photos = [spec for spec in specs if spec.kind == "photo"]
     assert 0.4 < len(photos) / 400 < 0.6
-    still = [s for s in photos if s.motion == CameraMotion(s.motion.level, s.motion.x, s.motion.y)]  # type: ignore[union-attr]
-    assert 0.06 < len(still) / len(photos) < 0.22
+    assert 0.06 < len(still_ones(photos)) / len(photos) < 0.22
     assert 0.1 < sum(s.cutout is not None for s in photos) / len(photos) < 0.35
     assert {s.motion.level for s in photos if s.motion} == {0, 1}
     assert {s.source for s in specs if s.kind == "video"} == {0, 1}

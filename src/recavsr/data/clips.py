@@ -40,6 +40,9 @@ _LEVELS = 2
 _CACHE_FORMAT = 1  # raise it when the same pack is to be decoded into other pixels
 
 
+STILL_FRACTION = 0.12
+"""Share of photo clips whose camera stands still."""
+
 CropSize = int | tuple[int, int]
 """Rows and columns of a crop, or the side of a square one. Only square crops are ever transposed."""
 
@@ -376,9 +379,11 @@ class StoredClips:
         frames: int = 37,
         size: CropSize = 256,
         video_fraction: float = 0.5,
+        still_fraction: float = STILL_FRACTION,
     ) -> ClipSpec:
         """Draw a clip: a video crop with probability `video_fraction`, else a photo under camera motion.
 
+        A photo stands still with probability `still_fraction`.
         Raises InputError where no item is as large as the crop.
         """
         shots, _, photos = self._large_enough(size)
@@ -389,7 +394,7 @@ class StoredClips:
             raise InputError(
                 f"{self.name}: no {self.split} items of {columns}x{rows} pixels or more; pack other data"
             )
-        return self._sample_photo(rng, frames, size)
+        return self._sample_photo(rng, frames, size, still_fraction)
 
     def _large_enough(self, size: CropSize) -> tuple[list[int], np.ndarray, list[int]]:
         """The split's shots that hold a crop, their odds, and the photos that do."""
@@ -430,14 +435,16 @@ class StoredClips:
             x=x,
         )
 
-    def _sample_photo(self, rng: np.random.Generator, frames: int, size: CropSize) -> ClipSpec:
+    def _sample_photo(
+        self, rng: np.random.Generator, frames: int, size: CropSize, still_fraction: float
+    ) -> ClipSpec:
         rows, columns = rows_and_columns(size)
         source = int(rng.choice(self._large_enough(size)[2]))
         flips = rng.random(3) < 0.5
         flip_x, flip_y, transpose = (bool(flip) for flip in flips)
         transpose = transpose and _is_square(size)
         level = int(rng.random() < 0.4 and self.photos[source].holds(1.2 * rows, 1.2 * columns, level=1))
-        if rng.random() < 0.12:
+        if rng.random() < still_fraction:
             height, width = self.photos[source].size(level)
             y, x = detailed_place(rng, self._photo_detail[source][level], height, width, size)
             motion = CameraMotion(level, x + (columns - 1) / 2, y + (rows - 1) / 2)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.data.clips import (
+    STILL_FRACTION,
     ClipSource,
     ClipSpec,
     ClipTable,
@@ -59,17 +60,18 @@ class PairSettings:
     """What pairs are made of.
 
     `size`: rows and columns of HQ clips, or their side; `video_fraction`: share of clips from videos, the
-    others being photos under a moving camera; `image_video_fraction`: the same among single images that are
-    drawn as such (not out of a pool), None: like clips; `presets` and `scales`: shares of degradation
-    presets and scale factors; `degradations`: how many LR versions are made of each rendered clip;
-    `sharpen`: weight of the target's unsharp mask (0: none), which the LR is made from too; `bursts`: share
-    of pairs with noise that comes and goes (`with_noise_bursts`), where the frames before know more than the
-    present one.
+    others being photos under a moving camera; `still_fraction`: share of these whose camera stands still;
+    `image_video_fraction`: share from videos among single images that are drawn as such (not out of a pool),
+    None: like clips; `presets` and `scales`: shares of degradation presets and scale factors;
+    `degradations`: how many LR versions are made of each rendered clip; `sharpen`: weight of the target's
+    unsharp mask (0: none), which the LR is made from too; `bursts`: share of pairs with noise that comes and
+    goes (`with_noise_bursts`), where the frames before know more than the present one.
     """
 
     frames: int = 37
     size: CropSize = 256
     video_fraction: float = 0.5
+    still_fraction: float = STILL_FRACTION
     image_video_fraction: float | None = None
     presets: dict[str, float] = field(default_factory=lambda: dict(TRAINING_MIX))
     scales: dict[int, float] = field(default_factory=lambda: dict(SCALE_MIX))
@@ -95,7 +97,11 @@ def make_pairs(source: StoredClips, settings: PairSettings, seed: int, index: in
     """The pairs of clip number `index`: a pure function of its arguments (on one kind of machine)."""
     rng = np.random.default_rng((seed, index))
     spec = source.sample(
-        rng, frames=settings.frames, size=settings.size, video_fraction=settings.video_fraction
+        rng,
+        frames=settings.frames,
+        size=settings.size,
+        video_fraction=settings.video_fraction,
+        still_fraction=settings.still_fraction,
     )
     clip = source.render(spec, settings.frames, settings.size)
     if settings.sharpen:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from recavsr.data.clips import (
+    STILL_FRACTION,
     CropSize,
     StoredClips,
     StoredShot,
@@ -181,6 +182,7 @@ class Draw:
     frames: int
     size: CropSize
     seed: int
+    still_fraction: float = STILL_FRACTION
     attempt: int = 0  # each tries another item, where the one before is damaged
 
 
@@ -339,7 +341,13 @@ class ClipStream:
         pixels = np.empty(total, np.uint8)
         details = [store_photo(planes, pixels, stored) for planes, stored in zip(windows, photos)]
         clips = StoredClips("", [], photos, pixels, [], details, self.split)
-        spec = clips.sample(rng, frames=draw.frames, size=draw.size, video_fraction=0.0)
+        spec = clips.sample(
+            rng,
+            frames=draw.frames,
+            size=draw.size,
+            video_fraction=0.0,
+            still_fraction=draw.still_fraction,
+        )
         clip = clips.render(spec, draw.frames, draw.size)
         return clip.mul_(255).round_().byte()
 
@@ -400,7 +408,8 @@ class StreamedPairs:
         fraction = settings.video_fraction
         if frames == 1 and settings.image_video_fraction is not None:
             fraction = settings.image_video_fraction
-        return self.stream.draw(number, frames, settings.size, fraction, self.seed)
+        draw = self.stream.draw(number, frames, settings.size, fraction, self.seed)
+        return replace(draw, still_fraction=settings.still_fraction)
 
     def __getitem__(self, key: tuple[int, int]) -> StreamedPair:
         number, frames = key
