@@ -2,6 +2,7 @@
 
     python benchmarks/data_rate.py --workers 2 -o benchmarks/results/data_rate.json
     python benchmarks/data_rate.py --data SET            # your own set, as `recavsr data index` lists it
+    python benchmarks/data_rate.py --device cuda         # degraded on a card: its seconds and memory a clip
 
 Without --data two videos of 1920x1080 (H.264, a keyframe every 60 frames) and two photos of 12 megapixels
 are drawn first. Each row is one size of clip: CPU seconds a clip in one process, where other programs on the
@@ -25,6 +26,7 @@ import cv2
 import numpy as np
 import torch
 
+from recavsr.data.degradation_batch import degrade_batch
 from recavsr.data.folders import index_folders
 from recavsr.data.pool import PairSettings
 from recavsr.data.stream import ClipStream, PairLoader, StreamedPairs
@@ -84,6 +86,25 @@ def with_workers(pairs: StreamedPairs, frames: int, count: int, workers: int) ->
     return rate
 
 
+def on_device(pairs: StreamedPairs, frames: int, device: torch.device, count: int = 4) -> dict[str, Any]:
+    """Return seconds a clip that a device takes to degrade clips that lie on it, and its peak memory."""
+    clips = [pairs[number, frames].hq.to(device) for number in range(count)]
+    records = [pairs.record(number, frames) for number in range(count)]
+    took = []
+    for turn in range(2):  # the first loads kernels
+        for clip, record in zip(clips, records):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            degrade_batch(clip.float().div_(255)[None], [record], torch.Generator(device).manual_seed(0))
+            torch.cuda.synchronize()
+            if turn:
+                took.append(time.perf_counter() - began)
+    rounded = [round(seconds, 3) for seconds in took]
+    peak = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return {"device_s_a_clip": rounded, "device_peak_gb": peak}
+
+
 def main() -> None:
     """Measure, print a JSON line a row, and write the result file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -91,6 +112,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=20.0, help="about so long for each number")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--device", help="a card: measure degradation there, and nothing else")
     parser.add_argument("-o", "--output", type=Path, help="result file (JSON)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -104,7 +126,15 @@ def main() -> None:
         stream = ClipStream.open(data, cache=Path(work))
         for case, degrade in itertools.product(options.cases, (False, True)):
             settings, frames = CASES[case]
+            if options.device and degrade:
+                continue
             pairs = StreamedPairs(stream, settings, seed=0, degrade=degrade)
+            if options.device:
+                size = "x".join(map(str, (frames, *np.broadcast_to(settings.size, 2).tolist())))
+                rows.append({"case": case, "size": size})
+                rows[-1] |= on_device(pairs, frames, torch.device(options.device))
+                write(rows, options.output, options.device)
+                continue
             cpu, count = one_process(pairs, frames, options.seconds)
             rate = with_workers(pairs, frames, max(count, options.workers), options.workers)
             rows.append(
@@ -119,11 +149,16 @@ def main() -> None:
                     "load_of_the_machine": round(os.getloadavg()[0], 1),
                 }
             )
-            print(json.dumps(rows[-1]), flush=True)
-            if options.output is not None:
-                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-                result = {"environment": environment(), "largest_worker_mb": round(peak), "rows": rows}
-                options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write(rows, options.output)
+
+
+def write(rows: list[dict[str, Any]], output: Path | None, device: str = "cpu") -> None:
+    """Print the newest row, and write all of them into the result file if one is named."""
+    print(json.dumps(rows[-1]), flush=True)
+    if output is not None:
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+        result = {"environment": environment(device), "largest_worker_mb": round(peak), "rows": rows}
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

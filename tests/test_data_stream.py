@@ -326,6 +326,27 @@ def test_ranks_share_a_batch(clips: ClipStream) -> None:
     assert same(joined, expected)
 
 
+def test_degraded_on_the_device_by_the_same_records(clips: ClipStream) -> None:
+    """The same HQ clips; LR frames of the same records, but for codecs and noise; ranks share a batch."""
+    usual = batches_of(StreamSource(clips, PAIRS, WORLD, seed=1), 4)
+    made = batches_of(StreamSource(clips, PAIRS, WORLD, seed=1, degrade_on_device=True), 4)
+    for (hq, lr), (usual_hq, usual_lr) in zip(made, usual, strict=True):
+        assert torch.equal(hq, usual_hq)
+        assert not torch.equal(lr, usual_lr)
+        own, other = (x.flatten(1).std(1) for x in (lr - usual_lr, usual_lr - hq))
+        assert (own < 0.5 * other + 0.1).all()
+    source = StreamSource(clips, PAIRS, WORLD, seed=1, degrade_on_device=True)
+    source.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert same(batches_of(source, 4), made)
+    halves = [
+        batches_of(
+            StreamSource(clips, PAIRS, World(torch.device("cpu"), r, 2), seed=1, degrade_on_device=True), 4
+        )
+        for r in (0, 1)
+    ]
+    assert same([tuple(map(torch.cat, zip(*both))) for both in zip(*halves)], made)
+
+
 def test_other_settings_start_at_the_same_place(clips: ClipStream) -> None:
     """A change of settings, as between stages, drops what was made ahead and nothing else."""
     source = StreamSource(clips, PAIRS, WORLD, seed=1)

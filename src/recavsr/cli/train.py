@@ -33,6 +33,10 @@ def command(
         bool,
         typer.Option("--stream", help="Decode each clip from its file, for sets too large to decode whole."),
     ] = False,
+    degrade_on_device: Annotated[
+        bool,
+        typer.Option("--degrade-on-device", help="Streamed data: degrade clips on the GPU, not by workers."),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, noise and data.")] = 0,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights, file or folder.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers first.")] = False,
@@ -86,6 +90,7 @@ def command(
                 workers=workers,
                 lpips=lpips,
                 compiled=frozenset(stage.name for stage in chosen.stages if compiled),
+                degrade_on_device=degrade_on_device,
             ),
             console.say,
         )

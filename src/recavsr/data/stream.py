@@ -46,7 +46,7 @@ from recavsr.data.clips import (
     store_photo,
     to_bytes,
 )
-from recavsr.data.degradation import apply_degradation, usm_sharpen
+from recavsr.data.degradation import DegradationRecord, apply_degradation, usm_sharpen
 from recavsr.data.pack import PackIndex
 from recavsr.data.pool import WORKER_ENVIRONMENT, PairSettings, WorkerError, draw_degradation, environment
 from recavsr.errors import InputError
@@ -411,6 +411,11 @@ class StreamedPairs:
         draw = self.stream.draw(number, frames, settings.size, fraction, self.seed)
         return replace(draw, still_fraction=settings.still_fraction)
 
+    def record(self, number: int, frames: int) -> DegradationRecord:
+        """How pair `number` of so many frames is degraded."""
+        rng = np.random.default_rng((self.seed, number, frames))
+        return draw_degradation(rng, replace(self.settings, frames=frames))
+
     def __getitem__(self, key: tuple[int, int]) -> StreamedPair:
         number, frames = key
         draw = self.draw(number, frames)
@@ -428,9 +433,7 @@ class StreamedPairs:
             hq = usm_sharpen(hq.float().div_(255), self.settings.sharpen).mul_(255).round_().byte()
         lr = torch.empty(0, dtype=torch.uint8)
         if self.degrade:
-            rng = np.random.default_rng((self.seed, number, frames))
-            record = draw_degradation(rng, replace(self.settings, frames=frames))
-            lr = apply_degradation(hq.float().div_(255), record)
+            lr = apply_degradation(hq.float().div_(255), self.record(number, frames))
         return StreamedPair(hq, lr, damaged)
 
 

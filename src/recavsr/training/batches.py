@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recavsr.data.clips import ClipSource
+from recavsr.data.degradation_batch import degrade_batch
 from recavsr.data.pool import PairSettings, TrainingPool, make_pairs, upsample_lr
 from recavsr.data.stream import ClipStream, PairLoader, StreamedPair, StreamedPairs
 from recavsr.errors import InputError
@@ -126,6 +127,9 @@ class StreamSource:
     The same for any number of ranks and of workers. Clips and images have an order each, so that every shot
     comes once in a pass. A damaged file is passed over, with a line to `say` when it is first met; raises
     InputError where more than `tolerated` of this rank's draws, or eight in a row, met one.
+
+    `degrade_on_device` leaves the degradation to the training device: the same records, other noise, video
+    codecs by their stand-in (`data.degradation_batch`). Workers then only decode and crop.
     """
 
     def __init__(
@@ -136,10 +140,11 @@ class StreamSource:
         *,
         seed: int = 0,
         workers: int = 0,
+        degrade_on_device: bool = False,
         tolerated: float = 0.02,
         say: Callable[[str], None] = print,
     ) -> None:
-        self._pairs = StreamedPairs(stream, pairs, seed)
+        self._pairs = StreamedPairs(stream, pairs, seed, degrade=not degrade_on_device)
         self._loader = PairLoader(self._pairs, workers, pinned=world.device.type == "cuda")
         self._world, self._seed, self._tolerated, self._say = world, seed, tolerated, say
         self._number = 0
@@ -154,12 +159,16 @@ class StreamSource:
             self._pairs.draw(0, settings.frames)  # says here, not in a worker, that nothing is large enough
             self._ahead = settings, self._loader.pairs(self._keys(settings))
         count, frames = size_of_batch(settings, self._seed, self._number)
-        pairs = [self._checked(next(self._ahead[1])) for _ in self._own(0, count)]
+        numbers = self._own(self._drawn[_order_of(frames)], count)
+        pairs = [self._checked(next(self._ahead[1])) for _ in numbers]
         self._number += 1
         self._drawn[_order_of(frames)] += count
-        size = self._pairs.settings.size
         hq = torch.stack([self._on_device(pair.hq) for pair in pairs])
-        lr = torch.stack([upsample_lr(self._on_device(pair.lr), size) for pair in pairs])
+        if self._pairs.degrade:
+            small = [self._on_device(pair.lr) for pair in pairs]
+        else:
+            small = [self._degraded(clip, number) for clip, number in zip(hq, numbers)]
+        lr = torch.stack([upsample_lr(clip, self._pairs.settings.size) for clip in small])
         return Batch(hq.transpose(1, 2).float().div_(127.5).sub_(1), lr.transpose(1, 2).contiguous())
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,6 +202,13 @@ class StreamSource:
     def _own(self, first: int, count: int) -> range:
         share = self._world.share(count, "clips of a batch")
         return range(first + self._world.rank * share, first + (self._world.rank + 1) * share)
+
+    def _degraded(self, clip: Tensor, number: int) -> Tensor:
+        """The LR frames of HQ clip `number` [F, 3, H, W], uint8 alike: a function of seed, number and F."""
+        frames = len(clip)
+        state = np.random.SeedSequence((self._seed, number, frames, 8)).generate_state(2, np.uint32)
+        noise = torch.Generator(clip.device).manual_seed(int(state[0]) << 32 | int(state[1]))
+        return degrade_batch(clip.float().div_(255)[None], [self._pairs.record(number, frames)], noise)[0]
 
     def _on_device(self, clip: Tensor) -> Tensor:
         return clip.to(self._world.device, non_blocking=True)

@@ -90,6 +90,7 @@ class RunOptions:
     fill: int = 512  # records that a pool holds before training begins
     lpips: Path | None = None
     compiled: frozenset[str] = frozenset()  # stages whose layers are compiled first
+    degrade_on_device: bool = False  # of streamed data: by `data.degradation_batch`, not by the workers
 
 
 def with_budget(recipe: Recipe, *, seconds: float | None = None, steps: int | None = None) -> Recipe:
@@ -115,6 +116,8 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
     With `options.resume` finished stages are skipped and the unfinished one goes on from its last
     checkpoint; otherwise what the stages left in the folder before is replaced.
     """
+    if options.degrade_on_device and recipe.data != "stream":
+        raise InputError("only streamed data is degraded on the device: add --stream")
     with join(options.device) as world:
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -206,7 +209,7 @@ def _run_stage(
         world,
         resume=options.resume,
         sample=getattr(objective, "sample", None),
-        facts={**facts_of(objective), "data": recipe.data},
+        facts={**facts_of(objective), "data": _data_of(recipe, options)},
         say=say,
     )
     objective.advance(0.0)
@@ -220,6 +223,11 @@ def _run_stage(
         falls = [f"loss of {name} {before[name]:.4g} -> {after[name]:.4g}" for name in before]
         say(", ".join([f"{stage.name}: {steps} steps", *falls, f"weights in {result}"]))
     world.barrier()
+
+
+def _data_of(recipe: Recipe, options: RunOptions) -> str:
+    """Say what a run and its checkpoints must share: the kind of data."""
+    return f"{recipe.data}, degraded on the device" if options.degrade_on_device else recipe.data
 
 
 def facts_of(objective: Objective) -> dict[str, str]:
@@ -294,7 +302,15 @@ def _open_data(
                 seed = options.seed + 1000 * stage
                 return stack.enter_context(
                     closing(
-                        StreamSource(stream, recipe.pairs, world, seed=seed, workers=options.workers, say=say)
+                        StreamSource(
+                            stream,
+                            recipe.pairs,
+                            world,
+                            seed=seed,
+                            workers=options.workers,
+                            degrade_on_device=options.degrade_on_device,
+                            say=say,
+                        )
                     )
                 )
 
