@@ -79,7 +79,7 @@ def run(of: Session, lr: np.ndarray, ending: bool = True) -> np.ndarray:
 @pytest.mark.parametrize("blocks", [BlockPlan(), BlockPlan(1), BlockPlan(6, 3)], ids=str)
 def test_a_long_stream(blocks: BlockPlan) -> None:
     ours, plain, recorder = models(blocks)
-    lr = frames(210)
+    lr = frames(270)
     assert np.array_equal(run(session(ours), lr), run(session(plain), lr))
     assert recorder.recorded <= 6
     assert recorder.replayed > 8
@@ -122,11 +122,11 @@ def test_forks_and_interleaved_sessions_and_sizes() -> None:
 
 def test_a_saved_session_goes_on(tmp_path: Path) -> None:
     ours, plain, recorder = models()
-    whole = run(session(plain), frames(220))
+    whole = run(session(plain), frames(290))
     first = session(ours)
-    made = [run(first, frames(220)[:125], ending=False)]
+    made = [run(first, frames(290)[:125], ending=False)]
     first.save(tmp_path / "state")
-    made.append(run(Session.load(tmp_path / "state", ours), frames(220)[125:]))
+    made.append(run(Session.load(tmp_path / "state", ours), frames(290)[125:]))
     assert np.array_equal(np.concatenate(made), whole)
     assert recorder.replayed > 3
 
@@ -215,7 +215,7 @@ SIZE = (128, 192)
 
 @pytest.mark.gpu
 def test_graphs_on_a_card(card: tuple[ReCaVSR, ReCaVSR]) -> None:
-    """Thirty blocks, bit for bit; two sessions in turns, a fork, a new shot."""
+    """Some forty blocks, bit for bit; two sessions in turns, a fork, a new shot."""
 
     def play(model: ReCaVSR) -> list[np.ndarray]:
         small = (SIZE[0] // 4, SIZE[1] // 4)
