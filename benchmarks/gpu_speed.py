@@ -363,7 +363,7 @@ def peaks(model: Any, precision: str, size: tuple[int, int]) -> None:
             latents = model.generate(state, frames)
             peaks.append((round(before, 2), round(torch.cuda.max_memory_allocated() / 1e9, 2)))
             torch.cuda.reset_peak_memory_stats()
-            decoder, made = model.decoder.step(state.decoder, latents[1], frames, None)
+            decoder, made = model.decoder.step(state.decoder, latents[1], frames, None, in_place=True)
         peaks.append((round(torch.cuda.max_memory_allocated() / 1e9, 2), tuple(made.shape)))
         state = replace(state, generator=latents[0], decoder=decoder, block=index + 1)
         del latents, decoder, made, frames

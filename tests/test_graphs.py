@@ -252,3 +252,40 @@ def test_a_saved_session_goes_on_on_a_card(card: tuple[ReCaVSR, ReCaVSR], tmp_pa
     del first
     made.append(run(Session.load(tmp_path / "state", ours), lr[181:]))
     assert np.array_equal(np.concatenate(made), run(Session(plain, small, SIZE), lr))
+
+
+@pytest.mark.gpu
+def test_graphs_are_made_again_when_all_are_gone(card: tuple[ReCaVSR, ReCaVSR]) -> None:
+    """Another size takes the place of the last one, whose graphs leave their memory behind."""
+    ours, plain = card
+    assert ours.graphs is not None
+    for height, width in ((128, 192), (160, 224), (128, 192)):
+        small, lr = (height // 4, width // 4), frames(21 + 8 * 17, 9, (height // 4, width // 4))
+        made = run(Session(ours, small, (height, width)), lr)
+        assert np.array_equal(made, run(Session(plain, small, (height, width)), lr))
+        assert not ours.graphs._off
+        assert max(len(place.graphs) for place in ours.graphs._places if place.size == (height, width)) >= 6
+    torch.randn(4, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_recording_that_fails_on_a_card_costs_a_warning(card: tuple[ReCaVSR, ReCaVSR]) -> None:
+    from copy import copy
+
+    ours, plain = copy(card[0]), card[1]
+    assert ours.graphs is not None
+    capture, small = ours.graphs._capture, (SIZE[0] // 4, SIZE[1] // 4)
+    ours.graphs = BlockGraphs(
+        ours.generator, lambda work: capture(lambda: (work(), torch.cuda.synchronize()))
+    )  # type: ignore[arg-type]
+    lr, before = frames(21 + 8 * 17, 11, small), torch.cuda.get_rng_state()
+    with pytest.warns(UserWarning, match="without CUDA graphs.*captur") as caught:
+        made = run(Session(ours, small, SIZE), lr)
+    assert len(caught) == 1
+    assert np.array_equal(made, run(Session(plain, small, SIZE), lr))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    torch.randn(4, device="cuda")
+    ours.graphs = BlockGraphs(ours.generator, capture)  # the next recordings are sound
+    assert np.array_equal(run(Session(ours, small, SIZE), lr), made)
+    assert not ours.graphs._off
+    assert any(place.graphs for place in ours.graphs._places)

@@ -69,10 +69,12 @@ class CudaCapture:
         """Record `work`; where it does something that can not be recorded, raise what was wrong first."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        if not self._graphs:
-            # No graph may join a pool whose graphs are all gone. Blocks that ran kernel by kernel left free
-            # memory behind, which graphs can not use: it goes back.
+        if not self._graphs:  # none may join a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
+        kept = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        if torch.cuda.mem_get_info(index)[0] < kept:
+            # What blocks that ran kernel by kernel left free is no use to graphs, and can not be given back
+            # while one is recorded.
             torch.cuda.empty_cache()
         # A recording marks the card's random numbers as recorded; one that fails leaves them so, and every
         # later draw in this process would fail. It gets a copy to mark: no block draws on the card.
