@@ -159,10 +159,11 @@ def check() -> None:
 
     x, update = torch.randn(2, 1, 2040, 2, 3072, device=CARD, dtype=torch.bfloat16)
     weight = torch.randn(3072, device=CARD, dtype=torch.bfloat16)
-    total, normal = add_norm(x, update, 1e-6, False)
-    wanted = F.layer_norm((x + update).float(), (3072,), eps=1e-6)
-    say(f"  add_norm: sum equal {torch.equal(total, x + update)}, norm {_error(normal, wanted):.2e}")
-    _, rounded = add_norm(x, update, 1e-6, True)
+    both = x + update
+    total, normal = add_norm(x.clone(), update, 1e-6, False)
+    wanted = F.layer_norm(both.float(), (3072,), eps=1e-6)
+    say(f"  add_norm: sum equal {torch.equal(total, both)}, norm {_error(normal, wanted):.2e}")
+    _, rounded = add_norm(x.clone(), update, 1e-6, True)
     plain = quantize_rows(wanted.to(torch.bfloat16).flatten(0, -2))
     ours, theirs = (
         _error(r[0].float() * r[1], wanted.flatten(0, -2)) for r in ((rounded.values, rounded.scale), plain)
@@ -362,7 +363,7 @@ def peaks(model: Any, precision: str, size: tuple[int, int]) -> None:
             latents = model.generate(state, frames)
             peaks.append((round(before, 2), round(torch.cuda.max_memory_allocated() / 1e9, 2)))
             torch.cuda.reset_peak_memory_stats()
-            decoder, made = model.decoder.step(state.decoder, latents[1], frames, None)
+            decoder, made = model.decoder.step(state.decoder, latents[1], frames, None, in_place=True)
         peaks.append((round(torch.cuda.max_memory_allocated() / 1e9, 2), tuple(made.shape)))
         state = replace(state, generator=latents[0], decoder=decoder, block=index + 1)
         del latents, decoder, made, frames

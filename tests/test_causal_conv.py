@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from recavsr import causal_conv
 from recavsr.causal_conv import CausalConv3d, ConvHistory, Method
 from recavsr.layers import packed
+from recavsr.models import lr_projector
 from recavsr.models.lr_projector import (
     LRProjector,
     LRProjectorState,
@@ -231,3 +234,27 @@ def test_packed_copies_bit_for_bit(dtype: torch.dtype, first: int) -> None:
     assert copy.is_contiguous()
     assert copy.dtype == dtype
     assert torch.equal(copy.view(torch.uint8), scattered.contiguous().view(torch.uint8))
+
+
+def test_frames_written_behind_their_history_are_convolved_as_ever(
+    projector: LRProjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a card does, here without kernels: one memory for history and frames, written over in place."""
+    ours = copy.deepcopy(projector).bfloat16()
+    x = torch.randn(1, 3, 37, 32, 48).bfloat16()
+    for conv in (ours.conv1, ours.conv2):
+        conv.method = "planes"
+    results = []
+    for in_rooms in (False, True):
+        monkeypatch.setattr(lr_projector, "kernels_for", lambda _, there=in_rooms: there)
+        monkeypatch.setattr(causal_conv, "_PIECE_BYTES", 1 if in_rooms else 1 << 29)
+        state, tokens = LRProjectorState(), []
+        with torch.no_grad():
+            for piece in x.split([21, 8, 8], dim=2):
+                place = state.first and state.first.frames
+                state, made = ours.step(state, piece, in_place=in_rooms)
+                tokens.append(made)
+                assert not in_rooms or place is None or state.first.frames is place
+        results.append((torch.cat(tokens, dim=2), *state.tensors()))
+    for made, wanted in zip(*results, strict=True):
+        assert torch.equal(made, wanted)

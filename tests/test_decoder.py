@@ -36,12 +36,14 @@ def clip(latents: int, batch: int = 1) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def decode(model: FlashDecoder, latents: Tensor, lr_frames: Tensor, sizes: list[int]) -> Tensor:
+def decode(
+    model: FlashDecoder, latents: Tensor, lr_frames: Tensor, sizes: list[int], in_place: bool = False
+) -> Tensor:
     state, frames = model.start(), []
     for piece in latents.split(sizes, dim=2):
         first = frames_of_latents(0, state.next_position)
         count = frames_of_latents(state.next_position, piece.shape[2])
-        state, out = model.step(state, piece, lr_frames[:, :, first : first + count])
+        state, out = model.step(state, piece, lr_frames[:, :, first : first + count], in_place=in_place)
         frames.append(out)
     return torch.cat(frames, dim=2)
 
@@ -211,3 +213,10 @@ def test_a_window_of_tiles_streams_too() -> None:
     latents, lr_frames = clip(4)
     whole = decode(model, latents, lr_frames, [4])
     torch.testing.assert_close(decode(model, latents, lr_frames, [1, 3]), whole, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window_latents", [1, 2, 3])
+def test_states_written_in_place_change_nothing(window_latents: int) -> None:
+    model = tiny_decoder(replace(DECODER, window_latents=window_latents))
+    sizes = [6, 2, 2, 1, 1]
+    assert torch.equal(decode(model, *clip(12), sizes, in_place=True), decode(model, *clip(12), sizes))

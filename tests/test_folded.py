@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recavsr.errors import InputError
+from recavsr.fp8 import Float8Rows, FP8Linear, quantize_rows
 from recavsr.geometry import BlockPlan
+from recavsr.models import folded as folded_module
 from recavsr.models.folded import FoldedGenerator, fold
 from recavsr.models.generator import Generator, GeneratorState, teacher_forced_recycled
 from recavsr.models.weights import ModelFolder, save_model_folder
@@ -171,3 +173,28 @@ def test_a_folder_with_unmerged_lora_is_refused(folder: Path, tmp_path: Path) ->
     opened = ModelFolder.open(tmp_path)
     with pytest.raises(InputError, match="LoRA"):
         opened.load_folded(opened.load_prompt(), torch.bfloat16)
+
+
+def test_long_blocks_in_pieces_and_states_in_place(
+    folded: FoldedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a few rows, keys and values forgotten at once, and states written over change nothing."""
+    condition, results = folded.condition(tiny_prompt()), []
+    for rows, in_place in ((1 << 14, False), (10, True)):
+        monkeypatch.setattr(folded_module, "PIECE_ROWS", rows)
+        state = folded.start()
+        for index in range(BLOCKS):
+            state, latents = folded.step(state, condition, *block_inputs(index), in_place)
+            results.append(latents)
+    for wanted, made in zip(results[:BLOCKS], results[BLOCKS:], strict=True):
+        torch.testing.assert_close(made, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_float8_feed_forward_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    up, down = (FP8Linear(torch.randn(*shape), torch.randn(shape[0])) for shape in ((64, 32), (32, 64)))
+    layer, x = folded_module.FoldedFeedForward(up, down), torch.randn(1, 5, 7, 32).bfloat16()
+    rows = Float8Rows(*quantize_rows(x.flatten(0, -2)), x.shape)
+    wanted = layer(rows)
+    monkeypatch.setattr(folded_module, "PIECE_ROWS", 8)
+    torch.testing.assert_close(layer(rows), wanted)

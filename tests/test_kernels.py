@@ -117,17 +117,20 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     torch.manual_seed(0)
     x, update = torch.randn(2, 6, 24).half()
     weight, other = torch.randn(2, 24).half()
+    both = x + update
     total, normal, _ = rows.add_norm(x, update, 1e-6, None, False)
-    assert torch.equal(total, x + update)
-    torch.testing.assert_close(
-        normal.float(), F.layer_norm((x + update).float(), (24,)), atol=2e-3, rtol=2e-3
-    )
+    assert torch.equal(total, both)
+    assert total.data_ptr() == x.data_ptr()  # written over it
+    torch.testing.assert_close(normal.float(), F.layer_norm(both.float(), (24,)), atol=2e-3, rtol=2e-3)
     _, normal, _ = rows.add_norm(x, None, 1e-5, weight, False)
     wanted = F.rms_norm(x.float(), (24,), weight.float(), 1e-5)
     torch.testing.assert_close(normal.float(), wanted, atol=2e-3, rtol=2e-3)
 
     _, normal, _ = rows.add_norm(x, None, 1e-5, weight, False, silu=True)
     torch.testing.assert_close(normal.float(), F.silu(wanted), atol=2e-3, rtol=2e-3)
+    place = torch.zeros(9, 24).half()
+    rows.add_norm(x, None, 1e-5, weight, False, silu=True, out=place[3:])
+    assert torch.equal(place, torch.cat([torch.zeros(3, 24).half(), normal]))
 
     qkv, table = torch.randn(2, 3, 2, 72).half(), torch.randn(3, 2, 6, 2)
     query, key = rows.norm_rotate(qkv.flatten(0, -2), weight, other, 1e-6, table.flatten(0, 1), 12)
@@ -210,11 +213,12 @@ def test_passes_over_rows_on_a_card() -> None:
     torch.manual_seed(0)
     x, update = torch.randn(2, 1, 77, 2, 3072, device=card).bfloat16()
     weight = torch.randn(3072, device=card).bfloat16()
-    total, normal = fused.add_norm(x, update, 1e-6, False)
-    wanted = F.layer_norm((x + update).float(), (3072,), eps=1e-6)
-    assert torch.equal(total, x + update)
+    both = x + update
+    total, normal = fused.add_norm(x.clone(), update, 1e-6, False)
+    wanted = F.layer_norm(both.float(), (3072,), eps=1e-6)
+    assert torch.equal(total, both)
     assert error(normal, wanted) < 3e-3
-    _, rounded = fused.add_norm(x, update, 1e-6, True)
+    _, rounded = fused.add_norm(x.clone(), update, 1e-6, True)
     assert error(rounded.values.float() * rounded.scale, wanted.flatten(0, -2)) < 4e-2
     rounded = fused.gelu_float8(x)
     wanted = F.gelu(x.float(), approximate="tanh")

@@ -19,7 +19,9 @@ _WIDE = 512
 """Output channels from which shifted sums in float32 cost more than they save."""
 
 _PIECE_BYTES = 1 << 29
-"""How much unfolded input exists at a time: one picture of 1088 x 1920 in the 5B model's projector."""
+"""How much unfolded input exists at a time: one picture of 1088 x 1920 in the 5B model's projector.
+
+Of taps beside each other: all of a steady block at that size, one picture at a time at 4K."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +73,50 @@ class CausalConv3d(nn.Module):
         in_order = self.weight.data.permute(0, 3, 4, 2, 1).contiguous()
         self.weight.data = in_order.permute(0, 4, 3, 1, 2)
 
-    def step(self, history: ConvHistory | None, x: Tensor) -> tuple[ConvHistory, Tensor]:
+    def step(
+        self, history: ConvHistory | None, x: Tensor, in_place: bool = False
+    ) -> tuple[ConvHistory, Tensor]:
         """Convolve the next frames `x` [B, C, F, H, W]; `history` is None at the start, where F >= 1.
 
-        Returns the next history and the outputs [B, C', F', H', W'] that fell due; F' may be 0.
+        Returns the next history and the outputs [B, C', F', H', W'] that fell due; F' may be 0. With
+        `in_place` the history given is spent: the next one is written over it.
         """
+        before = self._before(history, x)
+        return self._step(history, torch.cat([before, x], dim=2), in_place)
+
+    def room(self, like: Tensor, frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return memory for `step_in_room`, and the part of it [B, C, F, H, W] that takes the next frames.
+
+        Channels lie last in it; type and batch are those of `like` [B, ...].
+        """
+        reach, channels = self.kernel[0] - 1, self.weight.shape[1]
+        seen = like.new_empty(like.shape[0], reach + frames, height, width, channels).permute(0, 4, 1, 2, 3)
+        return seen, seen[:, :, reach:]
+
+    def step_in_room(
+        self, history: ConvHistory | None, seen: Tensor, in_place: bool = False
+    ) -> tuple[ConvHistory, Tensor]:
+        """Do what `step` does for frames that were written into a `room`."""
         reach = self.kernel[0] - 1
-        before, phase = (None, 0) if history is None else (history.frames, history.phase)
-        if before is None:
-            before = x[:, :, :1].expand(-1, -1, reach, -1, -1)
-        seen = torch.cat([before, x], dim=2)
-        frames, stride = x.shape[2], self.stride[0]
-        outputs = max(0, -(-(frames - phase) // stride))
-        # A copy: the history must not keep the whole block alive.
-        after = ConvHistory(seen[:, :, frames:].clone(), phase=phase + outputs * stride - frames)
-        return after, self._convolve(seen[:, :, phase:], outputs)
+        seen[:, :, :reach] = self._before(history, seen[:, :, reach:])
+        return self._step(history, seen, in_place)
+
+    def _before(self, history: ConvHistory | None, x: Tensor) -> Tensor:
+        """Return the frames in front of `x`: at the start its first one stands for all of them."""
+        if history is None or history.frames is None:
+            return x[:, :, :1].expand(-1, -1, self.kernel[0] - 1, -1, -1)
+        return history.frames
+
+    def _step(self, history: ConvHistory | None, seen: Tensor, in_place: bool) -> tuple[ConvHistory, Tensor]:
+        frames, phase = seen.shape[2] - self.kernel[0] + 1, 0 if history is None else history.phase
+        outputs = max(0, -(-(frames - phase) // self.stride[0]))
+        out = self._convolve(seen[:, :, phase:], outputs)
+        last = seen[:, :, frames:]
+        if in_place and history is not None and history.frames is not None:
+            kept = history.frames.copy_(last)
+        else:  # a copy: the history must not keep the whole block alive
+            kept = last.clone()
+        return ConvHistory(kept, phase=phase + outputs * self.stride[0] - frames), out
 
     def _convolve(self, x: Tensor, outputs: int) -> Tensor:
         batch, _, _, height, width = x.shape
@@ -128,10 +159,23 @@ class CausalConv3d(nn.Module):
         """Convolve each output's frames as channels of one picture; shapes as above."""
         time, rows, columns = self.kernel
         taps = x.unfold(2, time, self.stride[0])[:, :, :outputs].permute(0, 2, 3, 4, 5, 1)  # B F' H W time C
-        pictures = packed(taps).flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
         weight = self.weight.transpose(1, 2).flatten(1, 2)
-        out = F.conv2d(pictures, weight, self.bias, self.stride[1:], (rows // 2, columns // 2))
-        return out.unflatten(0, (-1, outputs)).permute(0, 1, 3, 4, 2)
+
+        def convolved(taps: Tensor) -> Tensor:
+            pictures = packed(taps).flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
+            out = F.conv2d(pictures, weight, self.bias, self.stride[1:], (rows // 2, columns // 2))
+            return out.unflatten(0, (-1, taps.shape[1])).permute(0, 1, 3, 4, 2)
+
+        at_once = max(1, _PIECE_BYTES // (taps[:, :1].numel() * x.element_size()))
+        if outputs <= at_once or torch.is_grad_enabled():
+            return convolved(taps)
+        out = x.new_empty(0)
+        for first in range(0, outputs, at_once):
+            made = convolved(taps[:, first : first + at_once])
+            if first == 0:
+                out = made.new_empty(made.shape[0], outputs, *made.shape[2:])
+            out[:, first : first + at_once] = made
+        return out
 
     def _shifted(self, x: Tensor, outputs: int) -> Tensor:
         """Convolve by one product and shifted sums: [B, C, F, H, W] -> [B, F', H, W, C'].

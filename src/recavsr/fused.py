@@ -22,7 +22,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor | Float8Rows]:
     """Return x + update and its layer norm without weights, both [B, N, T, C].
 
-    With `float8` the norm may come as float8, for a layer of float8 that takes it.
+    With `float8` the norm may come as float8, for a layer of float8 that takes it. A kernel writes the sum
+    over `x`.
     """
     if kernels_for(x):
         from recavsr.kernels import rows
@@ -37,7 +38,10 @@ def add_norm(
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x + update [..., C] and its RMS norm with a weight [C], computed in float32."""
+    """Return x + update [..., C] and its RMS norm with a weight [C], computed in float32.
+
+    A kernel writes the sum over `x`.
+    """
     if kernels_for(x):
         from recavsr.kernels import rows
 
@@ -45,6 +49,11 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
         return total.view(x.shape), normal.view(x.shape)
     x = x + update
     return x, rms_norm(x, weight, eps)
+
+
+def add_to(x: Tensor, update: Tensor) -> Tensor:
+    """Return x + update; on a card without gradients it is written over `x`."""
+    return x.add_(update) if kernels_for(x) else x + update
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,13 +65,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def rms_norm_silu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the SiLU of the RMS norm of `x` [..., C], C adjacent in memory, in the dtype of `x`."""
-    if kernels_for(x) and x.is_contiguous():
+def rms_norm_silu(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Return the SiLU of the RMS norm of `x` [..., C], C adjacent in memory, in the dtype of `x`.
+
+    With `out` it is written there.
+    """
+    if kernels_for(x) and x.is_contiguous() and (out is None or out.is_contiguous()):
         from recavsr.kernels import rows
 
-        return rows.add_norm(x.flatten(0, -2), None, eps, weight, False, silu=True)[1].view(x.shape)
-    return F.silu(rms_norm(x, weight, eps))
+        flat = None if out is None else out.flatten(0, -2)
+        made = rows.add_norm(x.flatten(0, -2), None, eps, weight, False, silu=True, out=flat)[1]
+        return made.view(x.shape)
+    made = F.silu(rms_norm(x, weight, eps))
+    return made if out is None else out.copy_(made)
 
 
 def norm_rotate(

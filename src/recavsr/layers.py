@@ -53,12 +53,14 @@ class ChannelRMSNorm(nn.Module):
         # The float32 copy is our own: two fewer of them, the largest tensors of a block.
         return value.mul_(factor).mul_(self.weight.float()).to(x.dtype)
 
-    def silu(self, x: Tensor) -> Tensor:
-        """Normalise `x` [B, C, F, H, W] and apply SiLU; on a card both in one pass."""
+    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normalise `x` [B, C, F, H, W] and apply SiLU, into `out` if given; on a card both in one pass."""
         rows = x.permute(0, 2, 3, 4, 1)
         if kernels_for(x) and rows.is_contiguous():
-            return rms_norm_silu(rows, self.weight.flatten(), self.eps).permute(0, 4, 1, 2, 3)
-        return F.silu(self(x))
+            place = None if out is None else out.permute(0, 2, 3, 4, 1)
+            return rms_norm_silu(rows, self.weight.flatten(), self.eps, place).permute(0, 4, 1, 2, 3)
+        made = F.silu(self(x))
+        return made if out is None else out.copy_(made)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -66,11 +68,23 @@ def packed(x: Tensor) -> Tensor:
 
     A card copies what lies scattered number by number: four times as many of bfloat16 as of words.
     """
-    a_word = 8 // x.element_size()
-    places = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
-    if x.is_contiguous() or x.requires_grad or x.stride(-1) != 1 or any(place % a_word for place in places):
+    if x.is_contiguous() or x.requires_grad or not _in_words(x):
         return x.contiguous()
     return x.view(torch.int64).contiguous().view(x.dtype)
+
+
+def _in_words(x: Tensor) -> bool:
+    """Return whether the last dimension of `x` lies in memory as whole words of eight bytes."""
+    places = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+    return x.stride(-1) == 1 and not any(place * x.element_size() % 8 for place in places)
+
+
+def copy_packed(target: Tensor, source: Tensor) -> None:
+    """Copy as `Tensor.copy_` does, in words of eight bytes where the memory of both allows."""
+    same = target.dtype == source.dtype and target.shape == source.shape
+    if same and _in_words(target) and _in_words(source):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
 
 
 def grid_cells(x: Tensor, size: int) -> Tensor:

@@ -167,7 +167,9 @@ def check_rollout(fixtures: Fixtures) -> dict[str, float]:
     condition = generator.condition(fixtures.prompt)
     seen: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     for index, layer in enumerate(generator.blocks):
-        layer.register_forward_hook(lambda _, given, out, i=index: seen.__setitem__(i, (given[0], *out)))
+        layer.register_forward_hook(
+            lambda _, given, out, i=index: seen.__setitem__(i, (given[0], out[0], *out[1]))
+        )
 
     checks: dict[str, float] = {"history.positions_wrong": 0, "taps.query_positions_wrong": 0}
     state, outputs = generator.start(), []

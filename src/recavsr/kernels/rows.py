@@ -24,17 +24,21 @@ def add_norm(
     rms_weight: Tensor | None,
     float8: bool,
     silu: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x + update [rows, C], its norm [rows, C], and scales [rows, 1] where the norm is float8.
 
     The norm is a layer norm without weights, or with an `rms_weight` [C] an RMS norm; with `silu` it goes
-    through a SiLU. Without an update the sum returned is `x` itself.
+    through a SiLU; it is written into `out`, where that is given. The sum is written over `x`, where its rows
+    lie side by side, as they do in the models.
     """
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    normal = torch.empty(rows, width, dtype=FLOAT8 if float8 else x.dtype, device=x.device)
+    normal = out
+    if normal is None:
+        normal = torch.empty(rows, width, dtype=FLOAT8 if float8 else x.dtype, device=x.device)
     scale = torch.empty(rows if float8 else 0, 1, dtype=torch.float32, device=x.device)
-    total = x if update is None else torch.empty_like(x)
+    total = x if update is None or x.is_contiguous() else x.new_empty(rows, width)
     _add_norm[(rows,)](
         x,
         x if update is None else update,

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import add_rms_norm, in_pieces
+from recavsr.fused import add_rms_norm, add_to, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, grid_cells, packed
+from recavsr.layers import RMSNorm, copy_packed, grid_cells, packed
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
@@ -164,14 +164,24 @@ class GroupedAttention(nn.Module):
         return query, key, self.value_norm(heads(self.value(x)))
 
     def step(
-        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, window: WindowPlan
+        self,
+        history: GroupHistory | None,
+        x: Tensor,
+        rotation: Tensor,
+        window: WindowPlan,
+        in_place: bool = False,
     ) -> tuple[GroupHistory, Tensor]:
-        """Attend for the next frames `x` [B, N, F, C], F a multiple of the group size."""
+        """Attend for the next frames `x` [B, N, F, C], F a multiple of the group size.
+
+        With `in_place` the history given is spent: the next one is written over it.
+        """
         config, size = self.config, self.group_frames
+        frames = x.shape[2]
         query, key, value = self.heads_of(x, rotation)
+        del x
         query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
         key, value = window.with_borrowed(*(y.permute(0, 3, 1, 2, 4) for y in (key, value)))
-        reach, frames = (config.window_latents - 1) * size, x.shape[2]
+        reach = (config.window_latents - 1) * size
         held = 0 if history is None else history.keys.shape[3]
         results = []
         for start in range(0, frames, size):
@@ -191,7 +201,14 @@ class GroupedAttention(nn.Module):
         if history is not None and frames < reach:
             before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
             kept = GroupHistory(*(torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors())))
-        return kept.clone(), self.output(out)  # a copy: the history must not keep the whole block alive
+        if in_place and history is not None and history.keys.shape == kept.keys.shape:
+            for place, found in zip(history.tensors(), kept.tensors()):
+                copy_packed(place, found)
+            kept = history
+        else:  # a copy: the history must not keep the whole block alive
+            kept = kept.clone()
+        del query, key, value, asked, results, ordered
+        return kept, self.output(out)
 
 
 class SwiGLU(nn.Module):
@@ -219,13 +236,22 @@ class DecoderLayer(nn.Module):
         self.feed_forward = SwiGLU(config.width, int(config.width * config.ffn_ratio))
 
     def step(
-        self, history: GroupHistory | None, x: Tensor, rotation: Tensor, window: WindowPlan
+        self,
+        history: GroupHistory | None,
+        x: Tensor,
+        rotation: Tensor,
+        window: WindowPlan,
+        in_place: bool = False,
     ) -> tuple[GroupHistory, Tensor]:
-        """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions."""
-        history, attended = self.attention.step(history, self.attention_norm(x), rotation, window)
+        """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions.
+
+        On a card the result is written over `x`; with `in_place` the next history over the one given.
+        """
+        history, attended = self.attention.step(history, self.attention_norm(x), rotation, window, in_place)
         norm = self.feed_forward_norm
         x, normal = add_rms_norm(x, attended, norm.weight, norm.eps)
-        return history, x + self.feed_forward(normal)
+        del attended
+        return history, add_to(x, self.feed_forward(normal))
 
 
 class LinearHead(nn.Module):
@@ -327,6 +353,7 @@ class FlashDecoder(nn.Module):
         dtype: torch.dtype | None = torch.float32,
         position: Tensor | None = None,
         band: Band | None = None,
+        in_place: bool = False,
     ) -> tuple[DecoderState, Tensor]:
         """Decode the next latents.
 
@@ -335,21 +362,23 @@ class FlashDecoder(nn.Module):
         [B, 3, F, s H, s W], not clamped, in `dtype`; None: in that of the head's last step, which holds all
         that they are. Without gradients a long first block goes through in pieces, which bounds its memory.
         `position` is the state's next position on the device [], for a captured graph. With a `band` of the
-        latent rows, latents and results are those of the band, LR frames those of its LR rows.
+        latent rows, latents and results are those of the band, LR frames those of its LR rows. With
+        `in_place` the state given is spent: the next one is written over it.
         """
         if torch.is_grad_enabled() or sr_latents.shape[2] <= PIECE_LATENTS:
-            return self._step(state, sr_latents, lr_frames, dtype, position, band)
+            return self._step(state, sr_latents, lr_frames, dtype, position, band, in_place)
         _check_counts(state, sr_latents, lr_frames)
         frames, first = lr_frames.new_empty(0), 0
         at_once = CARD_PIECE_LATENTS if sr_latents.is_cuda else PIECE_LATENTS
         for piece in sr_latents.split(at_once, dim=2):
             count = frames_of_latents(state.next_position, piece.shape[2])
             given = lr_frames[:, :, first : first + count]
-            state, made = self._step(state, piece, given, dtype, position, band)
+            state, made = self._step(state, piece, given, dtype, position, band, in_place)
             position = None if position is None else position + piece.shape[2]
             if first == 0:
                 frames = made.new_empty(*lr_frames.shape[:3], *made.shape[3:])
             frames[:, :, first : first + count] = made
+            del made
             first += count
         return state, frames
 
@@ -361,6 +390,7 @@ class FlashDecoder(nn.Module):
         frames_dtype: torch.dtype | None,
         position: Tensor | None,
         band: Band | None,
+        in_place: bool,
     ) -> tuple[DecoderState, Tensor]:
         dtype = self.latent_projection.weight.dtype
         latents, height, width = sr_latents.shape[2:]
@@ -389,7 +419,7 @@ class FlashDecoder(nn.Module):
         times = following(range(first, first + latents), position)
         turn = rotation_table(times, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
-            history, x = layer.step(next(past), x, turn, window)
+            history, x = layer.step(next(past), x, turn, window, in_place)
             histories.append(history)
         x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
         x = x + self.lr_late_projection(stem)
@@ -397,7 +427,7 @@ class FlashDecoder(nn.Module):
         frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)
         turn = rotation_table(frames_at, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
-            history, x = layer.step(next(past), x, turn, window)
+            history, x = layer.step(next(past), x, turn, window, in_place)
             histories.append(history)
         x, lr_frames = x[:, :, lead:], lr_frames[:, :, lead:]
         frames = (

@@ -6,7 +6,9 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,14 @@ from recavsr.layers import RMSNorm, gated_residual, modulated_norm
 from recavsr.models.kv_history import KVHistory, latents_at
 from recavsr.models.visibility import Visibility
 from recavsr.rope import AxisSplit, rotate
+
+Remember = Callable[[Tensor, Tensor], Any]
+"""Takes a call's own keys and values [B, H, N, T, D] when they have been used; returns what is kept."""
+
+
+def as_they_are(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both."""
+    return keys, values
 
 
 @dataclass(frozen=True)
@@ -64,15 +74,14 @@ class SelfAttention(nn.Module):
         history: KVHistory | None,
         plan: WindowPlan,
         visibility: Visibility | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        remember: Remember = as_they_are,
+    ) -> tuple[Tensor, Any]:
         """Attend from `x` [B, N, T, C], one block, to itself and the history.
 
         With a `visibility`, `x` is a clip of whole blocks from the start of a stream, and each block
         finds its history in `x` itself. `rotation` is the table of these tokens' absolute positions.
-        Returns the result [B, N, T, C] and this call's own keys and values [B, H, N, T, D], as a
-        history stores them.
+        Returns the result [B, N, T, C] and what `remember` makes of this call's own keys and values.
         """
-
         query, key, value = self.heads_of(x, rotation)
         query, key, value = (y.permute(0, 3, 1, 2, 4) for y in (query, key, value))
         query = query.unsqueeze(4)
@@ -82,7 +91,9 @@ class SelfAttention(nn.Module):
         else:
             earlier = history.seen() if history and history.positions else None
             out = windowed_attention(query, key, value, plan, earlier=earlier)
-        return self.to_out(out.squeeze(4).permute(0, 2, 3, 1, 4).flatten(3)), key, value
+        kept = remember(key, value)
+        del query, key, value  # a long block's are large
+        return self.to_out(out.squeeze(4).permute(0, 2, 3, 1, 4).flatten(3)), kept
 
 
 def attend_by_block(
@@ -177,16 +188,17 @@ class DiTBlock(nn.Module):
         history: KVHistory | None,
         plan: WindowPlan,
         visibility: Visibility | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer to `x` [B, N, T, C]; also return its keys and values [B, H, N, T, D]."""
+        remember: Remember = as_they_are,
+    ) -> tuple[Tensor, Any]:
+        """Apply the layer to `x` [B, N, T, C]; also return what `remember` makes of its keys and values."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = condition.modulation.unbind(1)
-        attended, keys, values = self.self_attention(
-            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, plan, visibility
+        attended, kept = self.self_attention(
+            modulated_norm(x, scale_a, shift_a, self.eps), rotation, history, plan, visibility, remember
         )
         x = gated_residual(x, attended, gate_a)
         x = x + self.cross_attention(self._cross_norm(x), condition.cross_keys, condition.cross_values)
         x = gated_residual(x, self.ffn(modulated_norm(x, scale_f, shift_f, self.eps)), gate_f)
-        return x, keys, values
+        return x, kept
 
     def _cross_norm(self, x: Tensor) -> Tensor:
         weight, bias = self.cross_norm.weight.float(), self.cross_norm.bias.float()

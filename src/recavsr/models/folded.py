@@ -12,8 +12,9 @@ Weights are folded one layer at a time in float32 and rounded once to what they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,17 @@ from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan
 from recavsr.fp8 import Float8Rows, FP8Linear
-from recavsr.fused import add_norm, gelu_float8, gelu_linear, in_pieces, norm_rotate
+from recavsr.fused import add_norm, add_to, gelu_float8, gelu_linear, in_pieces, norm_rotate
 from recavsr.geometry import Grid
 from recavsr.layers import grid_cells
-from recavsr.models.dit_block import DiTBlock, FeedForward, LayerCondition, SelfAttention
+from recavsr.models.dit_block import (
+    DiTBlock,
+    FeedForward,
+    LayerCondition,
+    Remember,
+    SelfAttention,
+    as_they_are,
+)
 from recavsr.models.generator import ONE_STEP, Condition, Generator, GeneratorConfig, TimeTextEmbedding
 from recavsr.models.kv_history import KVHistory
 from recavsr.models.lr_projector import LRProjector
@@ -36,7 +44,7 @@ TensorSource = Callable[[str], Tensor]
 """Gives the tensor of one name of `Generator`'s state, in any dtype, on any device."""
 
 PIECE_ROWS = 16_384
-"""Tokens that go through a feed-forward layer at once: only the first block of a large picture has more."""
+"""Tokens that go through a wide layer at once: only the first block of a large picture has more."""
 
 MakeLinear = Callable[[Tensor, Tensor], nn.Module]
 """Makes a linear layer of a float32 weight [out, in] and bias [out]: in bfloat16, in float8, ..."""
@@ -67,7 +75,25 @@ class FusedSelfAttention(SelfAttention):
 
     def heads_of(self, x: Tensor | Float8Rows, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, normalised and rotated, and values [B, N, T, H, D] of `x` [B, N, T, C]."""
-        qkv = self.to_qkv(x)
+        count = math.prod(x.shape[:-1])
+        if torch.is_grad_enabled() or x.shape[0] > 1 or count <= PIECE_ROWS:
+            return self._heads_of(self.to_qkv(x), rotation)
+        # The product of a long block would stay in memory for its values.
+        made = torch.empty(3, 0)
+        turns = rotation.flatten(0, 1).unsqueeze(1)  # N T, 1, D / 2, 2
+        first = 0
+        for piece in _pieces(x, PIECE_ROWS // 2):
+            qkv = self.to_qkv(piece)
+            past = first + len(qkv)
+            if first == 0:
+                made = qkv.new_empty(3, count, self.heads, qkv.shape[-1] // 3 // self.heads)
+            for place, heads in zip(made, self._heads_of(qkv[None, :, None], turns[first:past])):
+                place[first:past] = heads[0, :, 0]
+            first = past
+        query, key, value = made.view(3, *x.shape[:-1], *made.shape[2:])
+        return query, key, value
+
+    def _heads_of(self, qkv: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         norms = (self.norm_q.weight, self.norm_k.weight, self.norm_q.eps)
         query, key = norm_rotate(qkv, *norms, rotation, self.heads)
         return query, key, qkv.chunk(3, dim=-1)[2].unflatten(-1, (self.heads, -1))
@@ -86,16 +112,29 @@ class FoldedFeedForward(FeedForward):
             return in_pieces(self._plain, cast(Tensor, x), PIECE_ROWS)
         if isinstance(x, Float8Rows) and len(x.values) > PIECE_ROWS:
             out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.values.device)
-            for values, scale, place in zip(
-                x.values.split(PIECE_ROWS), x.scale.split(PIECE_ROWS), out.flatten(0, -2).split(PIECE_ROWS)
-            ):
-                place.copy_(self.down(gelu_float8(self.up(Float8Rows(values, scale, place.shape)))))
+            pieces = _pieces(x, PIECE_ROWS)
+            for piece, place in zip(pieces, out.flatten(0, -2).split(len(pieces[0].values))):
+                place.copy_(self.down(gelu_float8(self.up(piece))))
             return out
         return self.down(gelu_float8(self.up(x)))
 
     def _plain(self, x: Tensor) -> Tensor:
         up = cast(nn.Linear, self.up)
         return self.down(gelu_linear(x, up.weight, up.bias))
+
+
+@overload
+def _pieces(x: Tensor, rows: int) -> list[Tensor]: ...
+@overload
+def _pieces(x: Float8Rows, rows: int) -> list[Float8Rows]: ...
+def _pieces(x: Tensor | Float8Rows, rows: int) -> list[Tensor] | list[Float8Rows]:
+    """Cut [..., C] into pieces [n, C] of at most so many rows, nearly equal ones."""
+    if isinstance(x, Tensor):
+        flat = x.flatten(0, -2)
+        return list(flat.tensor_split(-(-len(flat) // rows)))
+    count = -(-len(x.values) // rows)
+    pairs = zip(x.values.tensor_split(count), x.scale.tensor_split(count))
+    return [Float8Rows(values, scale, values.shape) for values, scale in pairs]
 
 
 class FoldedBlock(nn.Module):
@@ -135,18 +174,23 @@ class FoldedBlock(nn.Module):
         history: KVHistory | None,
         plan: WindowPlan,
         visibility: Visibility | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer to `x` [B, N, T, C] as `DiTBlock.forward` does; the modulation is not read."""
+        remember: Remember = as_they_are,
+    ) -> tuple[Tensor, Any]:
+        """Apply the layer to `x` [B, N, T, C] as `DiTBlock.forward` does; the modulation is not read.
+
+        On a card the result is written over `x`.
+        """
         own, cross, ffn = self.self_attention, self.cross_attention, self.ffn
 
         def add(x: Tensor, update: Tensor | None, reader: nn.Module) -> tuple[Tensor, Any]:
             return add_norm(x, update, self.eps, isinstance(reader, FP8Linear))
 
         x, normal = add(x, None, own.to_qkv)
-        attended, keys, values = own(normal, rotation, history, plan, visibility)
+        attended, kept = own(normal, rotation, history, plan, visibility, remember)
         x, normal = add(x, attended, cross.to_q)
+        del attended
         x, normal = add(x, cross(normal, condition.cross_keys, condition.cross_values), ffn.up)
-        return x + ffn(normal), keys, values
+        return add_to(x, ffn(normal)), kept
 
 
 def _after_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:

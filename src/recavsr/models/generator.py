@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -236,11 +237,12 @@ class Generator(nn.Module):
         positions = tuple(range(state.next_position, state.next_position + latents))
         if lr_frames.shape[2] != frames_of_latents(state.next_position, latents):
             raise ValueError(f"{lr_frames.shape[2]} LR frames do not fit {latents} latents")
-        projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames)
+        projector, lr_tokens = self.lr_projector.step(state.lr_projector, lr_frames, in_place)
         if band is not None:
             lr_tokens = band.cells_of_own(lr_tokens)
         recycled = _aligned(state.recycled if config.recycling else None, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
+        del lr_tokens
 
         if band is None:
             first_row, window = 0, plan_window(grid, config.window, x.device)
@@ -252,8 +254,13 @@ class Generator(nn.Module):
         for block, action, constants, history in zip(
             self.blocks, config.schedule.actions, condition.layers, state.layers
         ):
-            x, keys, values = block(x, constants, turn, history, window)
-            histories.append(remember(history, keys, values, positions, action, rule))
+            keep = partial(remember, history, positions=positions, action=action, rule=rule)
+            if in_place:  # at once: what a long block has of them is large
+                x, kept = block(x, constants, turn, history, window, None, keep)
+            else:
+                x, made = block(x, constants, turn, history, window)
+                kept = keep(*made)
+            histories.append(kept)
         sr_latents = noise - self._predict(x, condition, grid).float()
         after = GeneratorState(
             projector, tuple(histories), sr_latents.to(x.dtype), state.next_position + latents
@@ -295,7 +302,7 @@ class Generator(nn.Module):
         if visibility is None:
             visibility = schedule_visibility(self.config.schedule, plan.cut(latents))
         for block, constants, visible in zip(self.blocks, condition.layers, visibility, strict=True):
-            x, _, _ = block(x, constants, turn, None, window, visible)
+            x, _ = block(x, constants, turn, None, window, visible)
         return self._predict(x, condition, grid)
 
     def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:

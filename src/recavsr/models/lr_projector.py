@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory
-from recavsr.layers import ChannelRMSNorm, packed
+from recavsr.kernels.available import kernels_for
+from recavsr.layers import ChannelRMSNorm, copy_packed, packed
 from recavsr.state import State
 
 PIECE_FRAMES = 8
@@ -44,26 +45,50 @@ class LRProjector(nn.Module):
         self.norm2 = ChannelRMSNorm(hidden[1])
         self.out_proj = nn.Linear(hidden[1], width)
 
-    def step(self, state: LRProjectorState, lr_frames: Tensor) -> tuple[LRProjectorState, Tensor]:
+    def step(
+        self, state: LRProjectorState, lr_frames: Tensor, in_place: bool = False
+    ) -> tuple[LRProjectorState, Tensor]:
         """Project the next frames [B, 3, F, H, W] in [-1, 1] at output size.
 
         Returns tokens [B, N, T, C], T being the latents that fell due (1 + (F - 1) // 4 at the start).
-        Without gradients a long first block goes through in pieces, which bounds its memory.
+        Without gradients a long first block goes through in pieces, which bounds its memory. With `in_place`
+        the state given is spent: the next one is written over it.
         """
         if torch.is_grad_enabled() or lr_frames.shape[2] <= PIECE_FRAMES:
-            return self._step(state, lr_frames)
+            return self._step(state, lr_frames, in_place)
         tokens = []
         for piece in lr_frames.split(PIECE_FRAMES, dim=2):
-            state, made = self._step(state, piece)
+            state, made = self._step(state, piece, in_place)
             tokens.append(made)
         return state, torch.cat(tokens, dim=2)
 
-    def _step(self, state: LRProjectorState, lr_frames: Tensor) -> tuple[LRProjectorState, Tensor]:
-        x = unshuffle_frames(lr_frames, self.latent_stride)
-        first, x = self.conv1.step(state.first, x)
-        second, x = self.conv2.step(state.second, self.norm1.silu(x))  # x may be empty
+    def _step(
+        self, state: LRProjectorState, lr_frames: Tensor, in_place: bool
+    ) -> tuple[LRProjectorState, Tensor]:
+        if kernels_for(lr_frames):
+            first, second, x = self._convolved_in_rooms(state, lr_frames, in_place)
+        else:
+            x = unshuffle_frames(lr_frames, self.latent_stride)
+            first, x = self.conv1.step(state.first, x, in_place)
+            second, x = self.conv2.step(state.second, self.norm1.silu(x), in_place)  # x may be empty
         tokens = self.norm2.silu(x).flatten(3).permute(0, 3, 2, 1).contiguous()
         return LRProjectorState(first, second), self.out_proj(tokens)
+
+    def _convolved_in_rooms(
+        self, state: LRProjectorState, lr_frames: Tensor, in_place: bool
+    ) -> tuple[ConvHistory, ConvHistory, Tensor]:
+        """Apply both convolutions; what they read is written where it lies behind its history."""
+        height, width = (side // self.latent_stride for side in lr_frames.shape[3:])
+        seen, room = self.conv1.room(lr_frames, lr_frames.shape[2], height, width)
+        cells = room.permute(0, 2, 3, 4, 1).unflatten(4, (-1, self.latent_stride, self.latent_stride))
+        copy_packed(cells, _cells_of(lr_frames, self.latent_stride))
+        first, x = self.conv1.step_in_room(state.first, seen, in_place)
+        del room, cells, seen
+        seen, room = self.conv2.room(x, x.shape[2], height, width)
+        self.norm1.silu(x, room)  # x may be empty
+        del x, room
+        second, x = self.conv2.step_in_room(state.second, seen, in_place)
+        return first, second, x
 
 
 def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
@@ -74,5 +99,9 @@ def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
 
 
 def _unshuffle_channels_last(frames: Tensor, factor: int) -> Tensor:
+    return packed(_cells_of(frames, factor)).flatten(4).permute(0, 4, 1, 2, 3)
+
+
+def _cells_of(frames: Tensor, factor: int) -> Tensor:
     cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
-    return packed(cells.permute(0, 2, 3, 5, 1, 4, 6)).flatten(4).permute(0, 4, 1, 2, 3)
+    return cells.permute(0, 2, 3, 5, 1, 4, 6)

@@ -7,14 +7,18 @@ filled in before a replay; what is decided outside the card (which slots of the 
 comes in a short cycle of patterns (`plan_histories`), with one graph for each.
 
 A pattern is recorded when it comes for the second time: its kernels are compiled by then, and a short clip
-records nothing. First and last blocks, and whatever can not be recorded, run as they always do.
+records nothing. The block itself is then made by the very function that is recorded after it: every kernel of
+it is loaded, and a recording that fails costs nothing but a warning. First and last blocks, and whatever can
+not be recorded, run as they always do.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from typing import Any, Protocol
@@ -58,30 +62,58 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs = weakref.WeakSet[Any]()
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        """Record `work`; raise RuntimeError where it does something that can not be recorded."""
+        """Record `work`; where it does something that can not be recorded, raise what was wrong first."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        if not self._graphs:  # none may join a pool whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
+        kept = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        if torch.cuda.mem_get_info(index)[0] < kept:
+            # What blocks that ran kernel by kernel left free is no use to graphs, and can not be given back
+            # while one is recorded.
+            torch.cuda.empty_cache()
         # A recording marks the card's random numbers as recorded; one that fails leaves them so, and every
         # later draw in this process would fail. It gets a copy to mark: no block draws on the card.
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
         random = torch.cuda.default_generators[index]
         numbers = random.graphsafe_get_state()
         random.graphsafe_set_state(numbers.clone_state())
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        collects = gc.isenabled()
+        gc.disable()  # what it might free meanwhile could call what may not be called
         try:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 # Other threads go on meanwhile: they lock memory pages for noise, decode, encode.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph, index)
+                    raise
+                self._end(graph, index)
         finally:
             random.graphsafe_set_state(numbers)
+            if collects:
+                gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._graphs.add(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph, index: int) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:  # it then leaves the allocator as if it still recorded
+            for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(RuntimeError):
+                    undo(index, self._pool)
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, index: int) -> None:
+        with suppress(RuntimeError):  # that it could not be recorded; why is known
+            self._end(graph, index)
 
 
 class BlockGraphs:
@@ -110,11 +142,10 @@ class BlockGraphs:
             plan = self._generator.plan_histories(state.generator, noise.shape[2])
             pattern = tuple((layer.held, layer.moves) for layer in plan)
             if place is not None and place.holds(state):
-                replay = place.graphs.get(pattern)
-                if replay is None and pattern in place.seen:
-                    replay = self._record(run, place, pattern, state, noise, lr_frames)
-                if replay is not None:
-                    return place.replay(replay, state, plan, noise, lr_frames)
+                if pattern in place.graphs:
+                    return place.replay(place.graphs[pattern], state, plan, noise, lr_frames)
+                if pattern in place.seen and not self._off:
+                    return self._record(run, place, pattern, plan, state, noise, lr_frames)
             after, frames = run(state, noise, lr_frames)
             return self._settled(place, state, pattern, after, frames), frames
 
@@ -153,10 +184,16 @@ class BlockGraphs:
         return after
 
     def _record(
-        self, run: RunBlock, place: _Place, pattern: Hashable, state: Any, noise: Tensor, lr_frames: Tensor
-    ) -> Replay | None:
-        if self._off:
-            return None
+        self,
+        run: RunBlock,
+        place: _Place,
+        pattern: Hashable,
+        plan: tuple[HistoryPlan, ...],
+        state: Any,
+        noise: Tensor,
+        lr_frames: Tensor,
+    ) -> tuple[Any, Tensor]:
+        """Make a block, then record what made it; return the next state and the frames."""
         buffers = place.buffers_for(noise, lr_frames, place.seen[pattern])
         noise_in, lr_frames_in, position, frames_out = buffers
 
@@ -165,16 +202,14 @@ class BlockGraphs:
             place.moved_in(after)
             frames_out.copy_(frames)
 
-        # Loads the kernel of this copy: other layouts in memory have others.
-        frames_out.copy_(torch.empty_like(frames_out, memory_format=torch.contiguous_format))
+        made = place.replay(work, state, plan, noise, lr_frames)
         try:
             place.graphs[pattern] = self._capture(work)
-        except RuntimeError as error:
+        except Exception as error:
             self._off = True
-            reason = str(error).splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             warnings.warn(f"blocks run without CUDA graphs, which could not be made: {reason}", stacklevel=4)
-            return None
-        return place.graphs[pattern]
+        return made
 
 
 class _Place:
@@ -237,7 +272,7 @@ class _Place:
     def replay(
         self, replay: Replay, state: Any, plan: tuple[HistoryPlan, ...], noise: Tensor, lr_frames: Tensor
     ) -> tuple[Any, Tensor]:
-        """Make a block by a graph; return the next state, which lies here, and a copy of the frames."""
+        """Make a block by a graph, or by what it will record; return the next state, a copy of the frames."""
         assert self._buffers is not None
         noise_in, lr_frames_in, position, frames_out = self._buffers
         on_cuda = noise_in.is_cuda

@@ -138,7 +138,9 @@ class ReCaVSR:
         band = self._band(state.height)
         if band is not None:
             band = band.finer(self.generator.config.patch)
-        decoder, frames = self.decoder.step(state.decoder, sr_latents, lr_frames, None, position, band)
+        decoder, frames = self.decoder.step(
+            state.decoder, sr_latents, lr_frames, None, position, band, self._in_place
+        )
         return replace(state, generator=generator, decoder=decoder, block=state.block + 1), frames
 
     def generate(
@@ -153,8 +155,7 @@ class ReCaVSR:
         The state given is spent; on a card its history is written over.
         """
         noise = self.noise(state) if noise is None else noise
-        in_place = self.graphs is not None or self.device.type == "cuda"
-        arguments = (state.generator, self.condition, noise, lr_frames, in_place, position)
+        arguments = (state.generator, self.condition, noise, lr_frames, self._in_place, position)
         return self.generator.step(*arguments, self._band(state.height))
 
     def noise(self, state: StreamState) -> Tensor:
@@ -180,6 +181,11 @@ class ReCaVSR:
                 f"a height of {height} is {rows} rows of tokens, too few for {self.ranks} devices"
             )
         return Band.split(rows, self.ranks, self.generator.config.patch)
+
+    @property
+    def _in_place(self) -> bool:
+        """Return whether the state given to a step is written over."""
+        return self.graphs is not None or self.device.type == "cuda"
 
     def _band(self, height: int) -> Band | None:
         return None if self.ranks == 1 else self.bands(height)[self.rank]

@@ -131,7 +131,7 @@ class LatentFeatures(nn.Module):
         _, projection, text = self.embedding(timestep, self.prompt)
         taps: list[Tensor] = []
         for number, block in enumerate(cast(Sequence[DiTBlock], self.blocks), start=1):
-            x, _, _ = block(x, block.condition(projection, text), turn, None, everything)
+            x, _ = block(x, block.condition(projection, text), turn, None, everything)
             if number in self.layers:
                 taps.append(x)
         return tuple(taps)
