@@ -31,7 +31,7 @@ import torch
 from recavsr.cache_policy import CacheAction, Schedule, account, visible_after_blocks
 from recavsr.data.clips import ClipSource
 from recavsr.data.pool import PairSettings, TrainingPool
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.evaluation.ablations import Ablated
 from recavsr.evaluation.lpips import LPIPS
 from recavsr.evaluation.peers import Upscaler
@@ -573,7 +573,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    run_module(main)
