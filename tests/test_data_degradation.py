@@ -228,6 +228,45 @@ def test_heavy_is_realbasicvsrs_pipeline() -> None:
     assert last_is_codec == pytest.approx(0.5, abs=0.12)
 
 
+def test_the_other_numbers_of_realbasicvsr() -> None:
+    """Kernel shapes, filters, and what differs in the second round: ranges, steps, odds."""
+
+    def share(found: list[bool]) -> float:
+        return sum(found) / len(found)
+
+    records = draws("heavy")
+    for blur in stages(records, D.Blur):
+        assert blur.size in range(7, 22, 2)
+        check_walk(blur.omega, math.pi / 3 if blur.size < 13 else math.pi / 5, math.pi, 0.0628)
+        if blur.beta[0] != 1.0 or len(set(blur.beta)) > 1:  # the last sinc uses none of these
+            check_walk(blur.angle, -math.pi, math.pi, 0.31416)
+            plateau = blur.kernel.startswith("plateau")
+            check_walk(blur.beta, *((1, 2, 0.1) if plateau else (0.5, 4, 0.05)))
+            round_kernel = blur.kernel in ("iso", "generalized_iso", "plateau_iso")
+            assert (blur.sigma_x == blur.sigma_y) == round_kernel
+    assert {blur.size for blur in stages(records, D.Blur)} == set(range(7, 22, 2))
+    resizes = stages(records, D.Resize)
+    for name in ("bilinear", "area", "bicubic"):
+        assert share([resize.filter == name for resize in resizes]) == pytest.approx(1 / 3, abs=0.07)
+    second = [next(i for i, s in enumerate(r.stages[5:], 5) if isinstance(s, D.Resize)) for r in records]
+    assert share([at == 6 for at in second]) == pytest.approx(0.8, abs=0.1)  # the second blur
+    directions = [np.sign(record.stages[at].factor[0] - 1) for record, at in zip(records, second)]
+    for direction, odds in ((1, 0.3), (-1, 0.4), (0, 0.3)):
+        assert directions.count(direction) / 300 == pytest.approx(odds, abs=0.12)
+    for record, at in zip(records, second):
+        noise = record.stages[at + 1]
+        check_walk(noise.level, *((1, 25, 0.1) if noise.kind == "gaussian" else (0.05, 2.5, 0.005)))
+    last = [
+        [s for s in record.stages[at + 3 :] if isinstance(s, D.Blur)] for record, at in zip(records, second)
+    ]
+    assert share([bool(blurs) for blurs in last]) == pytest.approx(0.8, abs=0.1)
+    for blur in itertools.chain(*last):
+        assert blur.kernel == "sinc"
+        check_walk(blur.omega, math.pi / 3, math.pi, 0.0628)
+    bits = [codec.bits for codec in stages(records, D.Codec)]
+    assert np.mean(bits) == pytest.approx(55_000, abs=4 * 26_000 / 600**0.5)
+
+
 def test_realbasicvsrs_shot_noise_is_that_of_grey_levels() -> None:
     heavy, published = draws("heavy", 40), draws("realbasicvsr", 40)
     for a, b in zip(heavy, published):

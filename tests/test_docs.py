@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from recavsr.video.clips import read_clip, write_clip
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+EQUATIONS = (REPOSITORY / "docs" / "equations.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 
 
@@ -51,6 +53,26 @@ def test_links_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+# ------------------------------------------------------------------------------------------ the equations
+
+
+@pytest.mark.parametrize("name", re.findall(r"`((?:\w+\.)+\w+)`", EQUATIONS))
+def test_code_of_the_equations_exists(name: str) -> None:
+    assert callable(pkgutil.resolve_name(f"recavsr.{name}"))
+
+
+@pytest.mark.parametrize("name", re.findall(r"`(test_\w+\.py::\w+)`", EQUATIONS))
+def test_tests_of_the_equations_exist(name: str) -> None:
+    file, _, test = name.partition("::")
+    assert f"\ndef {test}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+
+
+def test_every_equation_has_code_and_a_test() -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \| .+ \| (.+) \| (.+) \|$", EQUATIONS, re.MULTILINE)
+    assert sorted(int(number) for row in rows for number in row[0].split(",")) == list(range(1, 11))
+    assert all("`" in code and "::" in tests for _, code, tests in rows)
 
 
 # --------------------------------------------------------------------------------------------- the README

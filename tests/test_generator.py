@@ -207,6 +207,27 @@ def test_a_batch_equals_its_clips() -> None:
         torch.testing.assert_close(both[one], alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("patch", [1, 2])
+def test_what_enters_the_first_layer(patch: int) -> None:
+    """Eq. 6: P(noise) + C_LR(x) + S(P(r)), with P as the convolution that it is in the paper."""
+    model = tiny_generator(replace(GENERATOR, patch=patch))
+    noise = torch.randn(2, CHANNELS, 3, 4, 6)
+    recycled = torch.randn_like(noise)
+    lr_frames = torch.rand(2, 3, 9, 4 * STRIDE, 6 * STRIDE) * 2 - 1
+    entered: list[Tensor] = []
+    model.blocks[0].register_forward_pre_hook(lambda layer, given: entered.append(given[0]))
+
+    def embedded(latents: Tensor) -> Tensor:
+        tokens = model.patch_embedding(latents)  # [B, C, T, h, w]
+        return tokens.flatten(3).permute(0, 3, 2, 1)
+
+    with torch.no_grad():
+        model(model.condition(tiny_prompt()), noise, lr_frames, recycled, BlockPlan(2, 1))
+        _, lr_tokens = model.lr_projector.step(model.start().lr_projector, lr_frames)
+        wanted = embedded(noise) + lr_tokens + model.recycle_projection(embedded(recycled))
+    torch.testing.assert_close(entered[0], wanted, atol=1e-5, rtol=0)
+
+
 def test_without_recycling_zeros_are_fed_by_step_and_by_forward() -> None:
     """The oracle is the whole generator whose recycled latents are taken away before every step."""
     plan, (noise, lr_frames) = BlockPlan(2, 2), clip(6)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from recavsr.evaluation.validation import CONDITIONS, validate, validation_pairs
 from recavsr.models.presets import nano
 from recavsr.stream.load import load
 from recavsr.training import ablations
-from recavsr.training.ablation_report import mean_of, read_results, render
+from recavsr.training.ablation_report import TABLES, mean_of, read_results, render
 from recavsr.training.ablations import VARIANTS, Bench, Job, Micro, ablation, chosen_jobs, cost, spread
 from recavsr.training.distributed import World
 from recavsr.training.nano import NanoTraining
@@ -91,6 +93,12 @@ def bench(pack: Path, start: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def built(name: str, start: Path, stage: int = 0, route: Schedule | None = None):
     return ablation(name, TOY, route).stages[stage].build(Setup(World(CPU), start))
+
+
+def test_every_variant_is_a_row_of_its_table() -> None:
+    for group, table in TABLES.items():
+        assert set(table.rows) == {name for name, variant in VARIANTS.items() if variant.group == group}
+        assert {name for pair in table.comparisons for name in pair} <= set(table.rows)
 
 
 def test_every_variant_is_a_recipe(capsys: pytest.CaptureFixture) -> None:
@@ -267,6 +275,20 @@ def test_what_is_done_is_not_done_again(results: list[dict], bench: Bench) -> No
 def test_the_command_says_what_it_lacks() -> None:
     with pytest.raises(InputError, match="--run needs --pack --out"):
         ablations.main(["--run", "cache", "--start", "X"])
+    with pytest.raises(InputError, match=r"no results in nowhere: .*results\.jsonl"):
+        ablations.main(["--report", "nowhere"])
+
+
+def test_a_module_that_is_refused_exits_with_2() -> None:
+    command = [sys.executable, "-m", "recavsr.training.ablations", "--run", "all", "--pack", "P"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: --run needs --start --out\n")
+
+
+def test_the_record_of_the_repository_is_rendered(capsys: pytest.CaptureFixture) -> None:
+    record = Path(__file__).parents[1] / "benchmarks" / "results" / "ablations.jsonl"
+    assert ablations.main(["--report", str(record)]) == 0
+    assert "| Uniform (3R) (`uniform-3r`) | " in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the report
@@ -274,7 +296,14 @@ def test_the_command_says_what_it_lacks() -> None:
 
 def result(variant: str, group: str, seed: int, psnr: float, **models: float) -> dict:
     rows = [
-        {"model": model, "degradation": name, "lpips": None, "psnr": value, "still_flicker": 2.0 / value}
+        {
+            "model": model,
+            "degradation": name,
+            "clip": "c",
+            "lpips": None,
+            "psnr": value,
+            "still_flicker": 2.0 / value,
+        }
         | {"later_psnr": 2 * value, "later_still_flicker": 1.0}
         for model, value in {"whole": psnr, **models}.items()
         for name in CONDITIONS
@@ -284,21 +313,41 @@ def result(variant: str, group: str, seed: int, psnr: float, **models: float) ->
 
 
 def test_the_report_says_what_came_out() -> None:
-    text = render(
-        [
-            result("routed", "cache", 0, 30.2),
-            result("routed", "cache", 1, 30.4),
-            result("uniform-r", "cache", 0, 30.0),
-            result("uniform-r", "cache", 1, 30.0),
-            result("uniform-3r", "cache", 0, 30.3),
-            result("uniform-3r", "cache", 1, 30.3),
-        ]
-    )
-    assert "| variant | PSNR | flicker | slots | KV (MB) | attention | steps | seeds |" in text
-    assert "| routed | 30.30 ± 0.10 | 0.066" in text
-    assert "**routed against uniform-r**: PSNR +0.30 (better in every seed)" in text
-    assert "**routed against uniform-3r**: PSNR +0.00 (seeds disagree)" in text
+    made = [
+        result("routed", "cache", 1, 30.4),
+        result("routed", "cache", 0, 30.2),
+        result("uniform-r", "cache", 0, 30.0),
+        result("uniform-r", "cache", 1, 30.0),
+        result("uniform-3r", "cache", 0, 30.3) | {"history_latents": 36.0},
+        result("uniform-3r", "cache", 1, 30.3) | {"history_latents": 36.0},
+    ]
+    text = render(made)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == "| variant | PSNR ↑ | flicker ↓ | slots | KV (MB) | FLOPs (x) | steps | seeds |"
+    assert [row.split(" | ")[0] for row in rows[2:5]] == [
+        "| Uniform (3R) (`uniform-3r`)", "| Uniform (R) (`uniform-r`)", "| Ours (`routed`)"
+    ]  # fmt: skip
+    assert rows[4].endswith("| 30.30 ± 0.10 | 0.066 ± 0.000 | 12 | 50 | 0.33 | 30 | 0, 1 |")
+    assert rows[5] == "| difference | PSNR ↑ | flicker ↓ |"
+    assert rows[7].startswith("| `routed` - `uniform-r` | +0.300 (+0.200 to +0.400) | -0.0007 (-0.0009 to")
+    assert "**routed against uniform-r**: better in all 2 seeds: PSNR, flicker." in text
+    assert "**routed against uniform-3r**: seeds disagree: PSNR, flicker." in text
     assert "no-recycling" not in text
+    assert "- Made not recorded: all." in text
+
+
+def test_the_report_tells_results_of_other_makings_apart() -> None:
+    facts = [{"start": start, "budget": 120.0, "environment": {"device": "H"}} for start in ("a", "b")]
+    made = [result("routed", "cache", seed, 30.0) | facts[seed] for seed in (0, 1)]
+    text = render(made)
+    assert "- Made from a, seconds of training a variant 120.0, on H: routed-0." in text
+    assert "- Made from b, seconds of training a variant 120.0, on H: routed-1." in text
+    assert "on H: all." in render(made[:1])
+    one = render([made[0], result("uniform-r", "cache", 0, 29.0)])
+    assert "**routed against uniform-r**: one seed, no verdict: PSNR, flicker." in one
+
+
+def test_targets_of_the_history_group() -> None:
     history = render([result("as-nano", "history", 0, 30.0, **{"blocks-alone": 29.9, "stateless": 29.7})])
     later = "; after the first block"
     assert (

@@ -288,36 +288,61 @@ def test_losses_between_frames_are_refused() -> None:
 
 def test_the_papers_numbers() -> None:
     """Appendix B of the paper, line by line."""
-    made = {name: recipes.RECIPES[f"paper_5b_{name}"]() for name in NAMES}
-    steps = {name: recipe.stages[0].run.steps for name, recipe in made.items()}
+    made = {
+        stage.name: (stage, recipe.pairs)
+        for recipe in (make() for name, make in recipes.RECIPES.items() if name.startswith("paper_5b"))
+        for stage in recipe.stages
+    }
+    assert tuple(made) == NAMES
+    steps = {name: stage.run.steps for name, (stage, _) in made.items()}
     assert steps == {"adaptation": 70_000, "routing": 30_000, "stage2": 10_000, "decoder": 500_000}
-    sizes = {name: (recipe.pairs.frames, recipe.pairs.size) for name, recipe in made.items()}
+    sizes = {name: (pairs.frames, pairs.size) for name, (_, pairs) in made.items()}
     assert sizes == dict.fromkeys(NAMES[:3], (85, (704, 1280))) | {"decoder": (17, (896, 1344))}
-    facts = {name: recipe.stages[0].settings for name, recipe in made.items()}
+    assert {tuple(pairs.presets.items()) for _, pairs in made.values()} == {(("realbasicvsr", 1.0),)}
+    assert {tuple(pairs.scales.items()) for _, pairs in made.values()} == {((4, 1.0),)}
+    facts = {name: stage.settings for name, (stage, _) in made.items()}
+    assert {facts[name]["rank"] for name in NAMES[:3]} == {512}
+
+    def optimizer(of: dict) -> tuple:
+        return of["learning_rate"], of["betas"], of["weight_decay"], of["average_decay"]
+
     for name in ("adaptation", "routing"):
         settings = facts[name]["settings"]
         assert settings["batches"] == BatchSettings(32, 85, 32, 0.25).__dict__
-        optimizer = settings["optimizer"]
-        assert (optimizer["learning_rate"], optimizer["betas"]) == (2e-5, (0.9, 0.99))
-        assert optimizer["weight_decay"] == 1e-4
-        assert facts[name]["rank"] == 512
-    assert facts["adaptation"]["settings"]["phase"]["action"]["recent"] == 6
+        assert optimizer(settings["optimizer"]) == (2e-5, (0.9, 0.99), 1e-4, None)
+        assert settings["plan"] == {"first": 6, "rest": 2}
+        assert settings["one_step_share"] == 0
+    assert facts["adaptation"]["settings"]["phase"]["action"] == {"recent": 6, "anchors": False}
     phase = facts["routing"]["settings"]["phase"]
     assert (phase["capacity"], phase["budget_weight"], phase["entropy_weight"]) == (2.0, 0.5, 0.5)
-    assert phase["temperatures"] == (2.0, 0.3)
+    assert (phase["temperatures"], phase["entropy_rise"]) == ((2.0, 0.3), (0.0, 0.0))
+
     settings = facts["stage2"]["settings"]
     assert settings["batches"] == BatchSettings(16, 85, 64, 0.2).__dict__
-    assert settings["frames"]["perceptual_weight"] == 2.0
-    assert facts["stage2"]["discriminator"]["layers"] == (8, 15, 22)
+    assert settings["plan"] == {"first": 6, "rest": 2}
+    assert optimizer(settings["generator"]) == (1e-5, (0.5, 0.99), 1e-4, 0.999)
+    assert optimizer(settings["discriminator"]) == (1e-5, (0.0, 0.99), 1e-4, None)
+    assert (settings["generator"]["first_step"], settings["discriminator"]["first_step"]) == (20, 0)
+    assert settings["discriminator"]["warm_up_steps"] == 20
+    weights = [settings[name] for name in ("latent_weight", "adversarial_weight", "r1_weight")]
+    assert weights == [1.0, 0.1, 1000.0]
+    assert (settings["adversarial_cap"], settings["train_decoder"]) == (None, False)
+    assert settings["frames"] == FrameLosses("mse", perceptual_weight=2.0).__dict__
+    msq = facts["stage2"]["discriminator"]
+    assert (msq["layers"], msq["width"], msq["queries"]) == ((8, 15, 22), 512, 36 // 3)
+    assert (msq["scopes"], msq["window"], msq["tube_latents"]) == (
+        ("global", "spatial", "temporal"),
+        (8, 8),
+        4,
+    )
+
     settings = facts["decoder"]["settings"]
     assert settings["batches"] == BatchSettings(32, 17, 128, 0.2).__dict__
-    assert settings["frames"]["perceptual_weight"] == 0.4
-    optimizer = settings["optimizer"]
-    assert (optimizer["learning_rate"], optimizer["betas"]) == (5e-5, (0.9, 0.999))
-    assert (optimizer["weight_decay"], optimizer["average_decay"]) == (0.01, 0.9995)
+    assert settings["frames"] == FrameLosses("l1", perceptual_weight=0.4).__dict__
+    assert optimizer(settings["optimizer"]) == (5e-5, (0.9, 0.999), 0.01, 0.9995)
     passes = {
-        name: recipe.stages[0].run.passes(facts[name]["settings"]["batches"]["clips"] // 8)
-        for name, recipe in made.items()
+        name: stage.run.passes(facts[name]["settings"]["batches"]["clips"] // 8)
+        for name, (stage, _) in made.items()
     }
     assert passes == {"adaptation": 4, "routing": 4, "stage2": 2, "decoder": 4}
 

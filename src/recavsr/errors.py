@@ -6,6 +6,10 @@ with the class's `exit_code`; nothing else may reach a user.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 
 class InputError(Exception):
     """Bad input, options, weights or output location: nothing was done (exit code 2)."""
@@ -17,3 +21,12 @@ class PartialError(Exception):
     """Done in part and said so, for example a source that breaks off (exit code 1)."""
 
     exit_code = 1
+
+
+def run_module(main: Callable[[], int | None]) -> NoReturn:
+    """Run the `main` of `python -m MODULE` and exit; such an error is one line on stderr and its code."""
+    try:
+        sys.exit(main())
+    except (InputError, PartialError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

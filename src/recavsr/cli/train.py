@@ -48,7 +48,6 @@ def command(
     from dataclasses import replace
 
     from recavsr.stream.load import resolve_device
-    from recavsr.training.loop import TrainingError
     from recavsr.training.recipes import RECIPES
     from recavsr.training.runner import RunOptions, holds_a_run, run_recipe, with_budget
 
@@ -77,22 +76,19 @@ def command(
     if workers is None:  # each process of torchrun has its own
         together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = max(1, ((os.cpu_count() or 2) - 2) // together)
-    try:
-        run_recipe(
-            with_budget(chosen, seconds=seconds, steps=steps),
-            RunOptions(
-                out,
-                data,
-                resolve_device(device),
-                resume=resume,
-                seed=seed,
-                start=start,
-                workers=workers,
-                lpips=lpips,
-                compiled=frozenset(stage.name for stage in chosen.stages if compiled),
-                degrade_on_device=degrade_on_device,
-            ),
-            console.say,
-        )
-    except TrainingError as error:
-        raise InputError(str(error)) from error
+    run_recipe(
+        with_budget(chosen, seconds=seconds, steps=steps),
+        RunOptions(
+            out,
+            data,
+            resolve_device(device),
+            resume=resume,
+            seed=seed,
+            start=start,
+            workers=workers,
+            lpips=lpips,
+            compiled=frozenset(stage.name for stage in chosen.stages if compiled),
+            degrade_on_device=degrade_on_device,
+        ),
+        console.say,
+    )

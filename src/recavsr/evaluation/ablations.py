@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.evaluation.environment import environment
 from recavsr.evaluation.lpips import LPIPS, weights_folder
 from recavsr.evaluation.peers import open_peer
@@ -205,7 +205,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    run_module(main)

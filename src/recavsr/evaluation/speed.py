@@ -39,7 +39,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import plan_window, windowed_attention
 from recavsr.causal_conv import Method
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.evaluation.environment import environment
 from recavsr.evaluation.floor import decoder_work, generator_work
 from recavsr.fp8 import FP8Linear, quantize_rows, scaled_product, why_no_fp8
@@ -669,7 +669,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    run_module(main)

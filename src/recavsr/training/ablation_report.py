@@ -1,7 +1,8 @@
 """Tables of ablations: the paper's columns where they can be had, mean and spread over seeds, what came out.
 
 A result is one line that `training.ablations` wrote: a variant under a seed, its cost, and a row of metrics
-for every model (`whole`, or one that forgets), condition and clip.
+for every model (`whole`, or one that forgets), condition and clip. `render` makes Markdown of them, to be
+pasted as it is: a table of values, one of differences seed by seed, and in words where all seeds agree.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ class Column:
     value: Callable[[Result], float | None]
     form: str
     better: int = 0  # 1: more is better; -1: less is; 0: not compared
+    share_of: str | None = None
+    """A variant: the column has shares of that one's mean."""
+
+    @property
+    def title(self) -> str:
+        """Return the heading, with an arrow to what is better."""
+        return self.heading + {1: " ↑", -1: " ↓", 0: ""}[self.better]
 
 
 def _metric(heading: str, metric: str, form: str, better: int, **where: Any) -> Column:
@@ -86,20 +94,36 @@ _STEPS = Column("steps", lambda result: sum(result["steps"].values()), ".0f")
 
 @dataclass(frozen=True)
 class Table:
-    """One of the paper's tables: its columns, and which variants are set against which."""
+    """One of the paper's tables: its rows and columns, and which variants are set against which."""
 
     title: str
     note: str
+    rows: dict[str, str]
+    """Variants in the paper's order, and what the paper calls them."""
     columns: tuple[Column, ...]
     comparisons: tuple[tuple[str, str], ...]
 
+    def label(self, variant: str) -> str:
+        """Return how a row is called: the paper's name for it, and ours."""
+        name = self.rows.get(variant)
+        return f"{name} (`{variant}`)" if name else f"`{variant}`"
+
+
+_WAYS = ("short-first", "later-weight", "through", "bursts", "all-four")
 
 TABLES: dict[str, Table] = {
     "cache": Table(
         "Recycling and cache allocation",
         "The paper has DOVER and VBench's motion smoothness for quality; their networks can't be had here: "
-        "PSNR, LPIPS, td and flicker stand in. KV: reserved at 1920 x 1088; attention: earlier latents that "
-        "all layers together attend to in a block, to which its FLOPs are in proportion.",
+        "PSNR, LPIPS, td and flicker stand in. Slots: latents that all layers together keep. KV: what is "
+        "reserved for them at 1920 x 1088. FLOPs: of attention over history, in proportion to the latents "
+        "that all layers together attend to in a block. The clock is the same for all, so steps differ.",
+        {
+            "uniform-3r": "Uniform (3R)",
+            "uniform-r": "Uniform (R)",
+            "no-recycling": "Ours without recycling",
+            "routed": "Ours",
+        },
         (
             _PSNR,
             _LPIPS,
@@ -107,7 +131,7 @@ TABLES: dict[str, Table] = {
             _FLICKER,
             _cost("slots", "slots", ".0f"),
             _cost("KV (MB)", "history_bytes", ".0f", 1e6),
-            Column("attention", lambda result: result["history_latents"], ".1f"),
+            Column("FLOPs (x)", lambda result: result["history_latents"], ".2f", share_of="uniform-3r"),
             *_HELD_OUT,
             _STEPS,
         ),
@@ -115,7 +139,14 @@ TABLES: dict[str, Table] = {
     ),
     "scopes": Table(
         "Query scopes",
-        "Matched number of queries. The paper has NIQE, MUSIQ and DOVER. NIQE rewards grit: never alone.",
+        "Matched number of queries. The paper has NIQE, MUSIQ and DOVER; the networks of the last two can't "
+        "be had here. NIQE rewards grit: never alone.",
+        {
+            "scope-global": "Global only",
+            "scope-spatial": "Global + Spatial",
+            "scope-temporal": "Global + Temporal",
+            "scope-all": "Ours",
+        },
         (_metric("NIQE", "niqe", ".3f", -1), _LPIPS, _PSNR, _FLICKER, *_HELD_OUT, _STEPS),
         (
             ("scope-spatial", "scope-global"),
@@ -125,7 +156,9 @@ TABLES: dict[str, Table] = {
     ),
     "decoder": Table(
         "LR conditioning of the decoder",
-        "Reconstruction of true latents; `whole`: behind the generator. FPS, memory: decoder, mid-stream.",
+        "Reconstruction of true latents; `whole`: behind the generator. FPS and memory: the decoder alone, "
+        "in mid-stream at 1920 x 1088.",
+        {"decoder-no-lr": "Ours without LR conditioning", "decoder": "Ours"},
         (
             _metric("PSNR", "psnr", ".2f", 1, model="reconstruction"),
             _metric("SSIM", "ssim", ".4f", 1, model="reconstruction"),
@@ -143,6 +176,7 @@ TABLES: dict[str, Table] = {
         "Worth, in the frames after the first block: against the same weights that forget at every block. "
         "`stateless` forgets everything, `alone` (blocks-alone) only recycled latents and the generator's "
         "K/V. In brackets the condition.",
+        dict.fromkeys(("as-nano", *_WAYS), ""),
         (
             _PSNR,
             _LPIPS,
@@ -156,39 +190,50 @@ TABLES: dict[str, Table] = {
             *_HELD_OUT,
             _STEPS,
         ),
-        tuple((name, "as-nano") for name in ("short-first", "later-weight", "through", "bursts", "all-four")),
+        tuple((name, "as-nano") for name in _WAYS),
     ),
 }
 
 
 def render(results: Sequence[Result]) -> str:
-    """Return Markdown: a table a group, and below it what came out, whichever way."""
+    """Return Markdown: for each group its table, the differences seed by seed, and what came out."""
     lines: list[str] = []
     for group, table in TABLES.items():
-        by_variant: dict[str, list[Result]] = {}
-        for result in results:
+        by_variant: dict[str, list[Result]] = {name: [] for name in table.rows}
+        for result in sorted(results, key=lambda result: result["seed"]):
             if result["group"] == group:
                 by_variant.setdefault(result["variant"], []).append(result)
+        by_variant = {name: found for name, found in by_variant.items() if found}
         if by_variant:
             lines += [f"### {table.title}", "", *_table(table, by_variant), "", table.note, ""]
-            lines += [*_outcomes(table, by_variant), *_targets(group, by_variant), ""]
-    lines.append(
-        "Held-back clips of the training pack, mild and heavy; mean over seeds, and half of their range "
-        "where there are several. Flicker: of still scenes, in 1/255."
-    )
-    return "\n".join(lines)
+            lines += [*_differences(table, by_variant), *_targets(group, by_variant)]
+    return "\n".join([*lines, *_how(results)]).rstrip()
 
 
 def _table(table: Table, by_variant: dict[str, list[Result]]) -> list[str]:
-    results = [result for group in by_variant.values() for result in group]
-    columns = [c for c in table.columns if any(c.value(result) is not None for result in results)]
-    headings = ["variant", *(column.heading for column in columns), "seeds"]
-    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    rows = []
     for name, group in by_variant.items():
-        cells = [_cell([column.value(result) for result in group], column.form) for column in columns]
-        seeds = ", ".join(str(result["seed"]) for result in group)
-        lines.append("| " + " | ".join([name, *cells, seeds]) + " |")
-    return lines
+        cells = [_cell(_values(column, group, by_variant), column.form) for column in table.columns]
+        rows.append([table.label(name), *cells, ", ".join(str(result["seed"]) for result in group)])
+    return _markdown(["variant", *(column.title for column in table.columns), "seeds"], rows)
+
+
+def _values(
+    column: Column, group: Sequence[Result], by_variant: dict[str, list[Result]]
+) -> list[float | None]:
+    values = [column.value(result) for result in group]
+    if column.share_of is None:
+        return values
+    whole = [value for result in by_variant.get(column.share_of, []) if (value := column.value(result))]
+    mean = sum(whole) / len(whole) if whole else 0.0
+    return [None if value is None or not mean else value / mean for value in values]
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table without the columns that are empty in every row."""
+    kept = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
+    lines = ["| " + " | ".join(line[i] for i in kept) + " |" for line in (headings, *rows)]
+    return [lines[0], "|---" * len(kept) + "|", *lines[1:]]
 
 
 def _cell(values: Sequence[float | None], form: str) -> str:
@@ -200,17 +245,26 @@ def _cell(values: Sequence[float | None], form: str) -> str:
     return f"{cell} ± {format(half, form.removeprefix('+'))}" if half else cell
 
 
-def _outcomes(table: Table, by_variant: dict[str, list[Result]]) -> list[str]:
-    lines = []
+def _differences(table: Table, by_variant: dict[str, list[Result]]) -> list[str]:
+    """Return a table of differences, and in words in which columns all seeds agree."""
+    columns = [column for column in table.columns if column.better]
+    rows, words = [], []
     for name, other in table.comparisons:
-        said = []
-        for column in table.columns:
-            differences = _paired(column, by_variant.get(name, []), by_variant.get(other, []))
-            if column.better and differences:
-                said.append(_outcome(column, differences))
-        if said:
-            lines.append(f"- **{name} against {other}**: {'; '.join(said)}.")
-    return lines
+        differences = [
+            _paired(column, by_variant.get(name, []), by_variant.get(other, [])) for column in columns
+        ]
+        if not any(differences):
+            continue
+        rows.append([f"`{name}` - `{other}`", *map(_difference, columns, differences)])
+        verdicts: dict[str, list[str]] = {}
+        for column, found in zip(columns, differences):
+            if found:
+                verdicts.setdefault(_verdict(column, found), []).append(column.heading)
+        said = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in verdicts.items())
+        words.append(f"- **{name} against {other}**: {said}.")
+    if not rows:
+        return []
+    return [*_markdown(["difference", *(column.title for column in columns)], rows), "", *words, ""]
 
 
 def _paired(column: Column, ours: Sequence[Result], theirs: Sequence[Result]) -> list[float]:
@@ -220,20 +274,57 @@ def _paired(column: Column, ours: Sequence[Result], theirs: Sequence[Result]) ->
     return [a - b for a, b in pairs if a is not None and b is not None]
 
 
-def _outcome(column: Column, differences: Sequence[float]) -> str:
-    form = f"+z{column.form.removeprefix('+')}"
-    mean = sum(differences) / len(differences)
-    wins = sum(column.better * difference > 0 for difference in differences)
-    losses = sum(column.better * difference < 0 for difference in differences)
+def _difference(column: Column, differences: Sequence[float]) -> str:
+    """Return a difference's mean and, of several seeds, its range, with one digit more than the values."""
+    if not differences:
+        return "-"
+    digits, kind = int(column.form[-2]) + 1, column.form[-1]
+    form = f"+z.{digits}{kind}"
+    mean = format(sum(differences) / len(differences), form)
     if len(differences) == 1:
-        verdict = "one seed"
-    elif wins == len(differences):
-        verdict = "better in every seed"
-    elif losses == len(differences):
-        verdict = "worse in every seed"
-    else:
-        verdict = "seeds disagree"
-    return f"{column.heading} {format(mean, form)} ({verdict})"
+        return mean
+    return f"{mean} ({format(min(differences), form)} to {format(max(differences), form)})"
+
+
+def _verdict(column: Column, differences: Sequence[float]) -> str:
+    if len(differences) == 1:
+        return "one seed, no verdict"
+    signs = {(difference > 0) - (difference < 0) for difference in differences}
+    if len(signs) > 1:
+        return "seeds disagree"
+    word = {1: "better", -1: "worse", 0: "equal"}[column.better * signs.pop()]
+    return f"{word} in all {len(differences)} seeds"
+
+
+def _how(results: Sequence[Result]) -> list[str]:
+    """Say how to read the tables, and what the results were made with, each setting that there is."""
+    rows = [row for result in results for row in result["rows"]]
+    clips = {row["clip"] for row in rows if row["degradation"] in TABLE_CONDITIONS}
+    held_out = {row["clip"] for row in rows if row["degradation"].startswith("held-out")}
+    lines = [
+        "Values are means over seeds ± half of their range. Differences are paired by seed: their mean (and "
+        "their range). Two seeds agree by chance half of the time.",
+        f"Measured on {len(clips)} clips held back from training, each mild and heavy. td: error of frame "
+        "differences; flicker: of still scenes; both in 1/255.",
+    ]
+    if held_out:
+        lines.append(f"Held-out: the {len(held_out)} clips of the quick protocol, mild and heavy.")
+    lines.append("")
+    made: dict[str, list[str]] = {}
+    for result in results:
+        environment = result.get("environment", {})
+        facts = {
+            "from": result.get("start"),
+            "seconds of training a variant": result.get("budget"),
+            "on": environment.get("device"),
+            "torch": environment.get("versions", {}).get("torch"),
+            "commit": environment.get("commit"),
+        }
+        text = ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None)
+        made.setdefault(text or "not recorded", []).append(f"{result['variant']}-{result['seed']}")
+    for text, names in made.items():
+        lines.append(f"- Made {text}: " + ("all." if len(made) == 1 else f"{', '.join(names)}."))
+    return lines
 
 
 def _targets(group: str, by_variant: dict[str, list[Result]]) -> list[str]:
@@ -248,7 +339,7 @@ def _targets(group: str, by_variant: dict[str, list[Result]]) -> list[str]:
                     f"- {name}, against {forgetful}: {whole[0]:+.3f} dB, {whole[1]:+.1%} less flicker; after "
                     f"the first block {later[0]:+.3f} dB, {later[1]:+.1%}. Target {met}."
                 )
-    return lines
+    return [*lines, ""] if lines else []
 
 
 def _mean_worth(results: Sequence[Result], forgetful: str, prefix: str) -> tuple[float, float] | None:

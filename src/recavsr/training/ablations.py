@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import subprocess
@@ -31,7 +32,7 @@ import torch
 from recavsr.cache_policy import CacheAction, Schedule, account, visible_after_blocks
 from recavsr.data.clips import ClipSource
 from recavsr.data.pool import PairSettings, TrainingPool
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.evaluation.ablations import Ablated
 from recavsr.evaluation.lpips import LPIPS
 from recavsr.evaluation.peers import Upscaler
@@ -355,9 +356,19 @@ def _train(
         "group": job.variant.group,
         "seed": job.seed,
         "seconds": round(time.monotonic() - started, 1),
+        "budget": bench.micro.seconds if bench.micro.steps is None else None,
+        "start": f"{bench.start.name} {digest(bench.start)}",
         "steps": {stage.name: json.loads(text)["steps"] for stage, text in zip(recipe.stages, finished)},
         "environment": environment(str(bench.device)),
     }
+
+
+def digest(folder: Path) -> str:
+    """Return what tells the weights of one model folder from those of another: 8 hexadecimal digits."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:8]
 
 
 def _route(job: Job, bench: Bench) -> Schedule | None:
@@ -519,7 +530,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="say which variants there are")
     what.add_argument("--run", nargs="+", metavar="NAME", help=f"variants or groups: {', '.join(GROUPS)}")
-    what.add_argument("--report", nargs="+", type=Path, metavar="OUT", help="tables of results as Markdown")
+    what.add_argument(
+        "--report",
+        nargs="+",
+        type=Path,
+        metavar="OUT",
+        help="folders or files of results: tables as Markdown",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--pack", type=Path, help="packed training data with held-back items")
     parser.add_argument("--start", type=Path, help="a nano model folder (with its encoder)")
@@ -543,7 +560,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{variant.group:8} {variant.name:15} {variant.about}")
         return 0
     if options.report:
-        print(render(read_results([folder / RESULTS for folder in options.report])))
+        results = read_results([path / RESULTS if path.is_dir() else path for path in options.report])
+        if not results:
+            named = ", ".join(map(str, options.report))
+            raise InputError(f"no results in {named}: name folders of runs, or files like {RESULTS}")
+        print(render(results))
         return 0
     missing = [f"--{name}" for name in ("pack", "start", "out") if getattr(options, name) is None]
     if missing:
@@ -573,7 +594,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    run_module(main)

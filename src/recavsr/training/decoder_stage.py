@@ -25,7 +25,12 @@ class DecoderSettings:
 
     batches: BatchSettings = BatchSettings(clips=32, frames=17, images=128, image_fraction=0.2)  # noqa: RUF009
     optimizer: OptimizerSettings = OptimizerSettings(  # noqa: RUF009
-        learning_rate=5e-5, betas=(0.9, 0.999), weight_decay=0.01, average_decay=0.9995
+        learning_rate=5e-5,
+        betas=(0.9, 0.999),
+        weight_decay=0.01,
+        clip_norm=1.0,  # not from the paper
+        warm_up_steps=100,  # not from the paper
+        average_decay=0.9995,
     )
     plan: BlockPlan = BlockPlan(1, 2)  # noqa: RUF009
     """The pieces that a clip streams through the decoder in; not from the paper."""

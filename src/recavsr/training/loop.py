@@ -28,8 +28,8 @@ Sample = Callable[[Batch], Tensor]
 """A batch to the model's frames [B, 3, F, H, W], for pictures."""
 
 
-class TrainingError(RuntimeError):
-    """Training can't go on: the message says at which step, and why."""
+class TrainingError(InputError):
+    """Training can't go on: the message says at which step, and why. Its checkpoints are kept."""
 
 
 @dataclass(frozen=True)

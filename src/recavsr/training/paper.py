@@ -52,8 +52,8 @@ from recavsr.training.vae_losses import frame_losses_by_latent
 STAGE1 = Stage1Settings(
     batches=BatchSettings(clips=32, frames=85, images=32, image_fraction=0.25),
     plan=BlockPlan(),
-    # The paper names neither warm-up nor average nor clipping; the loop clips at a norm of 1.
-    optimizer=OptimizerSettings(2e-5, (0.9, 0.99), weight_decay=1e-4, warm_up_steps=0, average_decay=None),
+    # The warm-up (100 steps) and the clipping (norm 1) are not from the paper, which has no average here.
+    optimizer=OptimizerSettings(2e-5, (0.9, 0.99), weight_decay=1e-4, average_decay=None),
     phase=FixedScope(CacheAction(recent=6)),
 )
 """Adaptation; route learning differs in its phase alone."""
@@ -327,16 +327,13 @@ def _long(steps: int) -> RunSettings:
 # ---------------------------------------------------------------- recipes
 
 
-def paper_5b_adaptation() -> Recipe:
-    """Stage 1 of the paper, first part: 70K updates of VSR adaptation, every layer with W_6. Eight GPUs."""
-    stage = stage1_stage("adaptation", _long(70_000), STAGE1)
-    return Recipe(about(paper_5b_adaptation), (stage,), PAIRS, data="stream")
-
-
-def paper_5b_routing() -> Recipe:
-    """Stage 1 of the paper, second part: 30K updates of route learning. Eight GPUs."""
-    stage = stage1_stage("routing", _long(30_000), replace(STAGE1, phase=RouteLearning()))
-    return Recipe(about(paper_5b_routing), (stage,), PAIRS, data="stream")
+def paper_5b_stage1() -> Recipe:
+    """Stage 1 of the paper: 70K updates with W_6 in every layer, then 30K of route learning. Eight GPUs."""
+    stages = (
+        stage1_stage("adaptation", _long(70_000), STAGE1),
+        stage1_stage("routing", _long(30_000), replace(STAGE1, phase=RouteLearning())),
+    )
+    return Recipe(about(paper_5b_stage1), stages, PAIRS, data="stream")
 
 
 def paper_5b_stage2() -> Recipe:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +21,7 @@ from typing import cast
 import torch
 
 from recavsr.data.pool import PairSettings
-from recavsr.errors import InputError
+from recavsr.errors import run_module
 from recavsr.training.batches import BatchSource
 from recavsr.training.decoder_stage import DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig
@@ -47,9 +46,8 @@ from recavsr.training.nano_stages import (
 )
 from recavsr.training.objective import BatchSettings, Objective, OptimizerSettings
 from recavsr.training.paper import (
-    paper_5b_adaptation,
     paper_5b_decoder,
-    paper_5b_routing,
+    paper_5b_stage1,
     paper_5b_stage2,
     paper_debug,
 )
@@ -266,8 +264,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         nano_short,
         nano_control,
         nano_debug,
-        paper_5b_adaptation,
-        paper_5b_routing,
+        paper_5b_stage1,
         paper_5b_stage2,
         paper_5b_decoder,
         paper_debug,
@@ -323,7 +320,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    run_module(main)
