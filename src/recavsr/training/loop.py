@@ -42,6 +42,7 @@ class RunSettings:
 
     steps: int | None = None
     seconds: float | None = None
+    rate: float = 1.0  # times the learning rates of all players
     precision: Precision = "fp32"  # bf16: autocast, on a card only
     micro_batches: int = 1
     clips_a_pass: int | None = None  # clips of a micro-batch, instead of their number
@@ -91,6 +92,7 @@ def train(
     step_function = TrainingStep(
         objective,
         world,
+        rate=run.rate,
         precision=run.precision if on_card else "fp32",
         micro_batches=passes,
         graphs=graphs,
@@ -159,7 +161,7 @@ def _stop_if_not_finite(step_function: TrainingStep, source: BatchSource, folder
     if bad is not None:
         raise TrainingError(
             f"the loss stopped being finite at step {bad + 1} ({source.describe(bad)}); the log is "
-            f"{folder / 'log.csv'}. Lower the learning rate and resume from the last checkpoint"
+            f"{folder / 'log.csv'}. Resume from the last checkpoint with lower rates: --resume --rate 0.5"
         )
 
 
