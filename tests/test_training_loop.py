@@ -282,6 +282,13 @@ def test_training_stops_where_a_loss_is_not_finite(tmp_path: Path) -> None:
     assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_00000002", "step_00000004"]
 
 
+def test_time_is_estimated_from_the_first_two_steps(tmp_path: Path) -> None:
+    said: list[str] = []
+    train(ToyGan(), Source(), RunSettings(steps=6), tmp_path, WORLD, say=said.append)
+    assert "before activations" in said[0]
+    assert said[1:] == ["toy: 0 s for the steps left, by the first two"]
+
+
 def test_a_stage_needs_an_end() -> None:
     with pytest.raises(InputError, match="a number of steps or of seconds"):
         RunSettings()

@@ -356,8 +356,8 @@ def _worths(by_variant: dict[str, list[Result]]) -> list[str]:
                 met = "met" if whole[0] >= 0.2 or whole[1] >= 0.1 else "missed"
                 lines.append(
                     f"- Memory of {name}, against the same weights {words}: {whole[0]:+.3f} dB, "
-                    f"{whole[1]:+.1%} less flicker; after the first block {later[0]:+.3f} dB, {later[1]:+.1%}. "
-                    f"Target {met}."
+                    f"{whole[1]:+.1%} less flicker; after the first block {later[0]:+.3f} dB, "
+                    f"{later[1]:+.1%}. Target {met}."
                 )
     return [*lines, ""] if lines else []
 

@@ -116,6 +116,7 @@ def train(
         step, before = position.step, position.seconds
         say(f"{objective.name}: goes on from step {step} ({path})")
     _estimate(step_function, feed, run, step, before, say if world.leads else _silent)
+    begun = step
 
     with ExitStack() as stack:
         log = StageLog(folder, after_step=step) if world.leads else None
@@ -132,6 +133,9 @@ def train(
             batch = feed.take()
             losses = step_function(batch, step, progress)
             step, elapsed = step + 1, seconds()
+            if step == begun + 2 and not on_card and run.steps is not None and world.leads:
+                left = (run.steps - step) * (elapsed - before) / 2
+                say(f"{objective.name}: {_duration(left)} for the steps left, by the first two")
             last = run.steps is not None and step == run.steps
             logs, saves = last or step % run.log_every == 0, last or step % run.save_every == 0
             if logs or saves or not on_card:
