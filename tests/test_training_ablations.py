@@ -265,6 +265,8 @@ def test_what_is_done_is_not_done_again(results: list[dict], bench: Bench) -> No
     said: list[str] = []
     ablations.run_jobs(chosen_jobs(["routed", "scope-all"], [0]), bench, say=said.append)
     assert said == []
+    with pytest.raises(InputError, match=r"was made from .*: take another --out"):
+        ablations.run_jobs([], replace(bench, start=bench.out / "routed-0" / "joint_model"))
     late = replace(bench, micro=replace(TOY, seconds=60.0))
     ablations.run_jobs([Job(VARIANTS["routed"], 1)], late, budget=30.0, say=said.append)
     assert said == ["routed-1: left out, the time is up"]
