@@ -265,6 +265,8 @@ def test_what_is_done_is_not_done_again(results: list[dict], bench: Bench) -> No
     said: list[str] = []
     ablations.run_jobs(chosen_jobs(["routed", "scope-all"], [0]), bench, say=said.append)
     assert said == []
+    with pytest.raises(InputError, match=r"was made from .*: take another --out"):
+        ablations.run_jobs([], replace(bench, start=bench.out / "routed-0" / "joint_model"))
     late = replace(bench, micro=replace(TOY, seconds=60.0))
     ablations.run_jobs([Job(VARIANTS["routed"], 1)], late, budget=30.0, say=said.append)
     assert said == ["routed-1: left out, the time is up"]
@@ -313,8 +315,9 @@ def result(variant: str, group: str, seed: int, psnr: float, **models: float) ->
 
 
 def test_the_report_says_what_came_out() -> None:
+    schedule = Schedule((CacheAction(2), CacheAction(), CacheAction(4, True))).to_config()
     made = [
-        result("routed", "cache", 1, 30.4),
+        result("routed", "cache", 1, 30.4) | {"schedule": schedule},
         result("routed", "cache", 0, 30.2),
         result("uniform-r", "cache", 0, 30.0),
         result("uniform-r", "cache", 1, 30.0),
@@ -332,6 +335,7 @@ def test_the_report_says_what_came_out() -> None:
     assert rows[7].startswith("| `routed` - `uniform-r` | +0.300 (+0.200 to +0.400) | -0.0007 (-0.0009 to")
     assert "**routed against uniform-r**: better in all 2 seeds: PSNR, flicker." in text
     assert "**routed against uniform-3r**: seeds disagree: PSNR, flicker." in text
+    assert "- Route learned under seed 1: W2, ∅, W4+A (8 slots)." in text
     assert "no-recycling" not in text
     assert "- Made not recorded: all." in text
 
@@ -340,8 +344,8 @@ def test_the_report_tells_results_of_other_makings_apart() -> None:
     facts = [{"start": start, "budget": 120.0, "environment": {"device": "H"}} for start in ("a", "b")]
     made = [result("routed", "cache", seed, 30.0) | facts[seed] for seed in (0, 1)]
     text = render(made)
-    assert "- Made from a, seconds of training a variant 120.0, on H: routed-0." in text
-    assert "- Made from b, seconds of training a variant 120.0, on H: routed-1." in text
+    assert "- Made from a, by 120 s of training, on H: routed-0." in text
+    assert "- Made from b, by 120 s of training, on H: routed-1." in text
     assert "on H: all." in render(made[:1])
     one = render([made[0], result("uniform-r", "cache", 0, 29.0)])
     assert "**routed against uniform-r**: one seed, no verdict: PSNR, flicker." in one
@@ -349,9 +353,7 @@ def test_the_report_tells_results_of_other_makings_apart() -> None:
 
 def test_targets_of_the_history_group() -> None:
     history = render([result("as-nano", "history", 0, 30.0, **{"blocks-alone": 29.9, "stateless": 29.7})])
-    later = "; after the first block"
-    assert (
-        f"against blocks-alone: +0.100 dB, +0.3% less flicker{later} +0.200 dB, +0.0%. Target missed."
-        in history
-    )
-    assert f"against stateless: +0.300 dB, +1.0% less flicker{later} +0.600 dB, +0.0%. Target met." in history
+    said = "K/V of the generator: +0.100 dB, +0.3% less flicker; after the first block +0.200 dB, +0.0%."
+    assert f"{said} Target missed." in history
+    assert "without any memory: +0.300 dB, +1.0% less flicker; after the first block +0.600 dB" in history
+    assert history.count("Target met.") == 1

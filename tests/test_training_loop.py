@@ -98,7 +98,7 @@ def test_averages() -> None:
 # ---------------------------------------------------------------- steps
 
 
-def plain_training(steps: int, first_step: int = 0) -> ToyGan:
+def plain_training(steps: int, first_step: int = 0, rate_of_all: float = 1.0) -> ToyGan:
     """Train the toy as anyone would write it down: the oracle of the loop."""
     toy, source = ToyGan(noise=0.0), Source()
     nets = {"d": toy.discriminator, "g": toy.generator}
@@ -119,7 +119,7 @@ def plain_training(steps: int, first_step: int = 0) -> ToyGan:
             for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = gradient * min(1.0, 1.0 / (norm.item() + 1e-6))
             left = min(1.0, (1 - step / steps) / 0.5)
-            rate = 0.05 * min(1.0, (step - first + 1) / 3) * (1 - math.cos(math.pi * left)) / 2
+            rate = rate_of_all * 0.05 * min(1.0, (step - first + 1) / 3) * (1 - math.cos(math.pi * left)) / 2
             optimizers[name].param_groups[0]["lr"] = rate
             optimizers[name].step()
             for average, parameter in zip(averages[name], parameters):
@@ -138,6 +138,14 @@ def test_the_loop_does_what_plain_training_does(tmp_path: Path, micro_batches: i
     for (name, made), wanted in zip(objective.model.named_parameters(), expected.model.parameters()):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-6, msg=name)
     assert objective.progress == [step / 8 for step in range(8)]
+
+
+def test_rates_can_be_multiplied(tmp_path: Path) -> None:
+    objective = ToyGan(noise=0.0)
+    run_toy(tmp_path, objective, rate=0.25)
+    expected = plain_training(8, rate_of_all=0.25)
+    for made, wanted in zip(objective.model.parameters(), expected.model.parameters()):
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_player_rests_before_its_first_step() -> None:
@@ -272,6 +280,13 @@ def test_training_stops_where_a_loss_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"at step 5 \(batch seed \(0, 4\)\); the log is .*log\.csv"):
         run_toy(tmp_path, Broken(), log_every=100, save_every=2)
     assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_00000002", "step_00000004"]
+
+
+def test_time_is_estimated_from_the_first_two_steps(tmp_path: Path) -> None:
+    said: list[str] = []
+    train(ToyGan(), Source(), RunSettings(steps=6), tmp_path, WORLD, say=said.append)
+    assert "before activations" in said[0]
+    assert said[1:] == ["toy: 0 s for the steps left, by the first two"]
 
 
 def test_a_stage_needs_an_end() -> None:

@@ -207,6 +207,28 @@ def test_a_folder_without_data_leaves_nothing(tmp_path: Path, capsys: pytest.Cap
     assert not out.exists()
 
 
+@pytest.mark.parametrize("recipe", ["nano_full", "nano_short", "paper_5b_stage2", "paper_5b_decoder"])
+def test_what_a_later_stage_lacks_is_said_at_once(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Before the data is opened, which here does not exist."""
+    command = ["train", recipe, "--data", str(tmp_path / "no"), "--out", str(tmp_path / "run")]
+    assert run([*command, "--device", "cpu", "--lpips", str(tmp_path)]) == 2
+    assert "LPIPS weights not found" in capsys.readouterr().err
+    assert run([*command, "--device", "cpu", "--start", str(tmp_path / "gone")]) == 2
+    assert "gone does not exist" in capsys.readouterr().err
+
+
+def test_rates_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    called = []
+    monkeypatch.setattr(runner, "run_recipe", lambda recipe, *rest: called.append(recipe))
+    command = ["train", "nano_debug", "--data", "D", "--out", "O", "--device", "cpu", "--rate"]
+    assert run([*command, "0.5"]) == 0
+    assert {stage.run.rate for stage in called[0].stages} == {0.5}
+    assert run([*command, "0"]) == 2
+    assert "--rate is above 0" in capsys.readouterr().err
+
+
 def smaller_debug() -> recipes.Recipe:
     """nano_debug on crops of 32 pixels."""
     made = recipes.nano_debug()

@@ -23,6 +23,7 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     seconds: Annotated[float | None, typer.Option(min=1, help="Time of the whole recipe.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each stage.")] = None,
+    rate: Annotated[float, typer.Option(help="Times all learning rates of the recipe.")] = 1.0,
     start: Annotated[
         Path | None, typer.Option(help="What the first stage starts from: weights or a model folder.")
     ] = None,
@@ -49,7 +50,7 @@ def command(
 
     from recavsr.stream.load import resolve_device
     from recavsr.training.recipes import RECIPES
-    from recavsr.training.runner import RunOptions, holds_a_run, run_recipe, with_budget
+    from recavsr.training.runner import RunOptions, holds_a_run, run_recipe, with_budget, with_rate
 
     if list_recipes:
         for name, make in RECIPES.items():
@@ -61,6 +62,8 @@ def command(
         raise InputError(f"name a recipe: {known}" if recipe is None else f"no recipe {recipe!r}; {known}")
     if data is None or out is None:
         raise InputError("training needs --data (a data folder or pack) and --out (a folder for the run)")
+    if not 0 < rate < float("inf"):
+        raise InputError(f"--rate is above 0 (1: the recipe's own learning rates), not {rate}")
     chosen = RECIPES[recipe]()
     if stages:
         known_stages = [stage.name for stage in chosen.stages]
@@ -77,7 +80,7 @@ def command(
         together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = max(1, ((os.cpu_count() or 2) - 2) // together)
     run_recipe(
-        with_budget(chosen, seconds=seconds, steps=steps),
+        with_rate(with_budget(chosen, seconds=seconds, steps=steps), rate),
         RunOptions(
             out,
             data,

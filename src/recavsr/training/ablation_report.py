@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recavsr.cache_policy import Schedule
+
 Result = dict[str, Any]
 TABLE_CONDITIONS = ("mild", "heavy")
 
@@ -206,7 +208,7 @@ def render(results: Sequence[Result]) -> str:
         by_variant = {name: found for name, found in by_variant.items() if found}
         if by_variant:
             lines += [f"### {table.title}", "", *_table(table, by_variant), "", table.note, ""]
-            lines += [*_differences(table, by_variant), *_targets(group, by_variant)]
+            lines += [*_differences(table, by_variant), *_routes(by_variant), *_worths(by_variant)]
     return "\n".join([*lines, *_how(results)]).rstrip()
 
 
@@ -314,30 +316,48 @@ def _how(results: Sequence[Result]) -> list[str]:
     for result in results:
         environment = result.get("environment", {})
         facts = {
-            "from": result.get("start"),
-            "seconds of training a variant": result.get("budget"),
-            "on": environment.get("device"),
-            "torch": environment.get("versions", {}).get("torch"),
-            "commit": environment.get("commit"),
+            "from {}": result.get("start"),
+            "by {:.0f} s of training": result.get("budget"),
+            "on {}": environment.get("device"),
+            "torch {}": environment.get("versions", {}).get("torch"),
+            "commit {}": environment.get("commit"),
         }
-        text = ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None)
+        text = ", ".join(form.format(fact) for form, fact in facts.items() if fact is not None)
         made.setdefault(text or "not recorded", []).append(f"{result['variant']}-{result['seed']}")
     for text, names in made.items():
         lines.append(f"- Made {text}: " + ("all." if len(made) == 1 else f"{', '.join(names)}."))
     return lines
 
 
-def _targets(group: str, by_variant: dict[str, list[Result]]) -> list[str]:
-    """Say for each way of training whether history is worth 0.2 dB or a tenth of the flicker."""
+def _routes(by_variant: dict[str, list[Result]]) -> list[str]:
+    """Say which route was learned under each seed."""
     lines = []
-    for name, results in by_variant.items() if group == "history" else ():
-        for forgetful in ("blocks-alone", "stateless"):
+    for result in by_variant.get("routed", []):
+        if "schedule" in result:
+            schedule = Schedule.from_config(result["schedule"])
+            route = ", ".join(action.symbol for action in schedule.actions)
+            lines.append(f"- Route learned under seed {result['seed']}: {route} ({schedule.slots} slots).")
+    return [*lines, ""] if lines else []
+
+
+_FORGETFUL = {
+    "blocks-alone": "without recycled latents and K/V of the generator",
+    "stateless": "without any memory",
+}
+
+
+def _worths(by_variant: dict[str, list[Result]]) -> list[str]:
+    """Say what memory is worth to those measured without it too; wanted: 0.2 dB or a tenth of the flicker."""
+    lines = []
+    for name, results in by_variant.items():
+        for forgetful, words in _FORGETFUL.items():
             whole, later = (_mean_worth(results, forgetful, prefix) for prefix in ("", "later_"))
             if whole is not None and later is not None:
                 met = "met" if whole[0] >= 0.2 or whole[1] >= 0.1 else "missed"
                 lines.append(
-                    f"- {name}, against {forgetful}: {whole[0]:+.3f} dB, {whole[1]:+.1%} less flicker; after "
-                    f"the first block {later[0]:+.3f} dB, {later[1]:+.1%}. Target {met}."
+                    f"- Memory of {name}, against the same weights {words}: {whole[0]:+.3f} dB, "
+                    f"{whole[1]:+.1%} less flicker; after the first block {later[0]:+.3f} dB, "
+                    f"{later[1]:+.1%}. Target {met}."
                 )
     return [*lines, ""] if lines else []
 

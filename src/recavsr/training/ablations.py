@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -281,6 +281,14 @@ class Bench:
     held_out: Path | None = None  # folder of the protocol's clips, to be measured too
     cache: Path | None = None  # of decoded pixels; None: the usual place
 
+    @cached_property
+    def weights(self) -> str:
+        """Return what tells the weights to start from from others: the folder's name and a digest."""
+        found = hashlib.sha256()
+        for path in sorted(self.start.glob("*.safetensors")):
+            found.update(path.name.encode() + path.read_bytes())
+        return f"{self.start.name} {found.hexdigest()[:8]}"
+
 
 def chosen_jobs(names: Iterable[str], seeds: Iterable[int]) -> list[Job]:
     """Return the jobs of variants or groups; seeds outermost, so that half a run is a whole table."""
@@ -298,12 +306,17 @@ def run_jobs(
     """Train and measure jobs on one device; each finished one becomes a line of the results.
 
     Those in the results already are left out. With a `budget` in seconds no job is begun that would,
-    by the longest one so far, end after it.
+    by the longest one so far, end after it. Raises InputError where the results are of other weights.
     """
     began, longest = time.monotonic(), 1.4 * bench.micro.seconds
     results = bench.out / RESULTS
     bench.out.mkdir(parents=True, exist_ok=True)
-    done = {(row["variant"], row["seed"]) for row in read_results([results])}
+    before = read_results([results])
+    if others := {row.get("start", bench.weights) for row in before} - {bench.weights}:
+        raise InputError(
+            f"{results} was made from {', '.join(sorted(others))}, not {bench.weights}: take another --out"
+        )
+    done = {(row["variant"], row["seed"]) for row in before}
     waiting = [job for job in jobs if (job.variant.name, job.seed) not in done]
     world = World(bench.device)
     if bench.device.type == "cuda":
@@ -357,18 +370,10 @@ def _train(
         "seed": job.seed,
         "seconds": round(time.monotonic() - started, 1),
         "budget": bench.micro.seconds if bench.micro.steps is None else None,
-        "start": f"{bench.start.name} {digest(bench.start)}",
+        "start": bench.weights,
         "steps": {stage.name: json.loads(text)["steps"] for stage, text in zip(recipe.stages, finished)},
         "environment": environment(str(bench.device)),
     }
-
-
-def digest(folder: Path) -> str:
-    """Return what tells the weights of one model folder from those of another: 8 hexadecimal digits."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:8]
 
 
 def _route(job: Job, bench: Bench) -> Schedule | None:

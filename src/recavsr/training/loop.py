@@ -42,6 +42,7 @@ class RunSettings:
 
     steps: int | None = None
     seconds: float | None = None
+    rate: float = 1.0  # times the learning rates of all players
     precision: Precision = "fp32"  # bf16: autocast, on a card only
     micro_batches: int = 1
     clips_a_pass: int | None = None  # clips of a micro-batch, instead of their number
@@ -91,6 +92,7 @@ def train(
     step_function = TrainingStep(
         objective,
         world,
+        rate=run.rate,
         precision=run.precision if on_card else "fp32",
         micro_batches=passes,
         graphs=graphs,
@@ -114,6 +116,7 @@ def train(
         step, before = position.step, position.seconds
         say(f"{objective.name}: goes on from step {step} ({path})")
     _estimate(step_function, feed, run, step, before, say if world.leads else _silent)
+    begun = step
 
     with ExitStack() as stack:
         log = StageLog(folder, after_step=step) if world.leads else None
@@ -130,6 +133,9 @@ def train(
             batch = feed.take()
             losses = step_function(batch, step, progress)
             step, elapsed = step + 1, seconds()
+            if step == begun + 2 and not on_card and run.steps is not None and world.leads:
+                left = (run.steps - step) * (elapsed - before) / 2
+                say(f"{objective.name}: {_duration(left)} for the steps left, by the first two")
             last = run.steps is not None and step == run.steps
             logs, saves = last or step % run.log_every == 0, last or step % run.save_every == 0
             if logs or saves or not on_card:
@@ -159,7 +165,7 @@ def _stop_if_not_finite(step_function: TrainingStep, source: BatchSource, folder
     if bad is not None:
         raise TrainingError(
             f"the loss stopped being finite at step {bad + 1} ({source.describe(bad)}); the log is "
-            f"{folder / 'log.csv'}. Lower the learning rate and resume from the last checkpoint"
+            f"{folder / 'log.csv'}. Resume from the last checkpoint with lower rates: --resume --rate 0.5"
         )
 
 

@@ -279,14 +279,6 @@ def _leave(objective: Objective, source: BatchSource, result: Path, world: World
     cast(PaperObjective, objective).leave(result, world)
 
 
-def _lpips(setup: Setup, losses: FrameLosses) -> PerceptualDistance | None:
-    if not losses.perceptual_weight:
-        return None
-    from recavsr.evaluation.lpips import LPIPS
-
-    return LPIPS(net="vgg", weights=setup.lpips).to(setup.world.device)
-
-
 def stage1_stage(name: str, run: RunSettings, settings: Stage1Settings, rank: int = RANK) -> RecipeStage:
     """Return adaptation or routing, as `settings.phase` says."""
     return RecipeStage(
@@ -301,18 +293,21 @@ def stage2_stage(
     msq = MSQConfig() if msq is None else msq
 
     def build(setup: Setup) -> Objective:
-        return PaperStage2(setup, settings, _lpips(setup, settings.frames), msq, rank)
+        return PaperStage2(setup, settings, setup.distance(settings.frames.perceptual_weight), msq, rank)
 
-    return RecipeStage("stage2", run, build, _leave, _facts(settings, rank=rank, discriminator=asdict(msq)))
+    facts = _facts(settings, rank=rank, discriminator=asdict(msq))
+    return RecipeStage("stage2", run, build, _leave, facts, perceptual=settings.frames.perceptual_weight > 0)
 
 
 def decoder_stage(run: RunSettings, settings: DecoderSettings) -> RecipeStage:
     """Return the training of the LR-conditioned decoder."""
 
     def build(setup: Setup) -> Objective:
-        return PaperDecoder(setup, settings, _lpips(setup, settings.frames))
+        return PaperDecoder(setup, settings, setup.distance(settings.frames.perceptual_weight))
 
-    return RecipeStage("decoder", run, build, _leave, _facts(settings))
+    return RecipeStage(
+        "decoder", run, build, _leave, _facts(settings), perceptual=settings.frames.perceptual_weight > 0
+    )
 
 
 def _facts(settings: Any, **more: Any) -> dict[str, Any]:

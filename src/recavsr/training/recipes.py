@@ -27,7 +27,6 @@ from recavsr.training.decoder_stage import DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig
 from recavsr.training.distributed import World
 from recavsr.training.loop import RunSettings
-from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import (
     STAGES,
     NanoObjective,
@@ -89,13 +88,13 @@ def nano_stage(
     """Return a stage of nano's short form, by default as long and as large as one large card allows."""
     stage = STAGES[name]() if stage is None else stage
     run = RunSettings(seconds=SECONDS[name], precision="bf16", sample_every=1000) if run is None else run
-    return RecipeStage(name, run, partial(_build_nano, name, stage, opens), _finish_nano, asdict(stage))
+    build = partial(_build_nano, name, stage, opens)
+    return RecipeStage(name, run, build, _finish_nano, asdict(stage), perceptual=stage.perceptual_weight > 0)
 
 
 def _build_nano(name: str, stage: Stage, opens: OpenNano, setup: Setup) -> Objective:
     model = _on_device(opens, setup)
-    distance = _lpips(setup) if stage.perceptual_weight else None
-    return NanoObjective(name, model, stage, distance)
+    return NanoObjective(name, model, stage, setup.distance(stage.perceptual_weight))
 
 
 def _on_device(opens: OpenNano, setup: Setup) -> NanoTraining:
@@ -103,12 +102,6 @@ def _on_device(opens: OpenNano, setup: Setup) -> NanoTraining:
     if setup.compiled:
         compile_parts(model)
     return model
-
-
-def _lpips(setup: Setup) -> PerceptualDistance:
-    from recavsr.evaluation.lpips import LPIPS
-
-    return LPIPS(net="vgg", weights=setup.lpips).to(setup.world.device)
 
 
 def _finish_nano(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
@@ -163,11 +156,12 @@ def stage2_stage(
     settings = stage2_settings() if settings is None else settings
 
     def build(setup: Setup) -> Objective:
-        distance = _lpips(setup) if settings.frames.perceptual_weight else None
+        distance = setup.distance(settings.frames.perceptual_weight)
         return NanoStage2(_on_device(opens, setup), distance, settings, msq)
 
+    facts = {"settings": asdict(settings), "msq": asdict(msq)}
     return RecipeStage(
-        "stage2", run, build, _finish_whole, {"settings": asdict(settings), "msq": asdict(msq)}
+        "stage2", run, build, _finish_whole, facts, perceptual=settings.frames.perceptual_weight > 0
     )
 
 
@@ -178,10 +172,13 @@ def decoder_stage(
     settings = decoder_settings() if settings is None else settings
 
     def build(setup: Setup) -> Objective:
-        distance = _lpips(setup) if settings.frames.perceptual_weight else None
+        distance = setup.distance(settings.frames.perceptual_weight)
         return NanoDecoder(_on_device(opens, setup), distance, settings)
 
-    return RecipeStage("decoder", run, build, _finish_whole, {"settings": asdict(settings)})
+    facts = {"settings": asdict(settings)}
+    return RecipeStage(
+        "decoder", run, build, _finish_whole, facts, perceptual=settings.frames.perceptual_weight > 0
+    )
 
 
 def _finish_whole(objective: Objective, source: BatchSource, result: Path, world: World) -> None:

@@ -28,6 +28,7 @@ from recavsr.training.batches import BatchSource, PairSource, PoolSource, Stream
 from recavsr.training.checkpoints import complete, read_run
 from recavsr.training.distributed import World, join
 from recavsr.training.loop import RunSettings, train
+from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import schedule_text
 from recavsr.training.objective import Batch, Objective
 
@@ -47,6 +48,14 @@ class Setup:
     lpips: Path | None = None  # LPIPS weights (file or folder); None: the cache folder
     compiled: bool = False
 
+    def distance(self, weight: float) -> PerceptualDistance | None:
+        """Return LPIPS on VGG16; None where its weight in a stage's loss is 0."""
+        if not weight:
+            return None
+        from recavsr.evaluation.lpips import LPIPS
+
+        return LPIPS(net="vgg", weights=self.lpips).to(self.world.device)
+
 
 @dataclass(frozen=True)
 class RecipeStage:
@@ -61,6 +70,7 @@ class RecipeStage:
     build: Callable[[Setup], Objective]
     finish: Callable[[Objective, BatchSource, Path, World], None]
     settings: Mapping[str, Any] = field(default_factory=dict)  # for settings.json
+    perceptual: bool = False  # wants LPIPS weights, which are looked for before the run begins
 
 
 @dataclass(frozen=True)
@@ -110,14 +120,20 @@ def with_budget(recipe: Recipe, *, seconds: float | None = None, steps: int | No
     return replace(recipe, stages=tuple(stages))
 
 
+def with_rate(recipe: Recipe, rate: float) -> Recipe:
+    """Return the recipe with all learning rates multiplied by `rate`."""
+    stages = (replace(stage, run=replace(stage.run, rate=rate)) for stage in recipe.stages)
+    return replace(recipe, stages=tuple(stages))
+
+
 def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] = print) -> None:
     """Train the stages of a recipe in order.
 
     With `options.resume` finished stages are skipped and the unfinished one goes on from its last
-    checkpoint; otherwise what the stages left in the folder before is replaced.
+    checkpoint; otherwise what the stages left in the folder before is replaced. Raises InputError where
+    something is missing, before anything long begins.
     """
-    if options.degrade_on_device and recipe.data != "stream":
-        raise InputError("only streamed data is degraded on the device: add --stream")
+    _check(recipe, options)
     with join(options.device) as world:
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -126,6 +142,19 @@ def run_recipe(recipe: Recipe, options: RunOptions, say: Callable[[str], None] =
         with _open_data(recipe, options, world, say) as source_of:
             options.out.mkdir(parents=True, exist_ok=True)  # not before the data is known to be usable
             train_stages(recipe, options, world, source_of, tell)
+
+
+def _check(recipe: Recipe, options: RunOptions) -> None:
+    """Raise InputError where what the stages to come need is not there: found at once, not after hours."""
+    if options.degrade_on_device and recipe.data != "stream":
+        raise InputError("only streamed data is degraded on the device: add --stream")
+    if options.start is not None and not options.start.exists():
+        raise InputError(f"--start {options.start} does not exist: name weights of a run, or a model folder")
+    waiting = [s for s in recipe.stages if not (options.resume and is_finished(options.out, s.name))]
+    if any(stage.perceptual for stage in waiting):
+        from recavsr.evaluation.lpips import load_backbone_weights
+
+        load_backbone_weights("vgg", options.lpips)
 
 
 def train_stages(

@@ -58,7 +58,7 @@ class TrainingStep:
     updated earlier one. What an objective holds between two updates is held for every micro-batch;
     an objective with one update holds no more than one micro-batch's graph. With `graphs` each kind
     of batch and set of active players is captured once (shapes are static); capturing changes no
-    weight and no state of optimiser or random numbers.
+    weight and no state of optimiser or random numbers. `rate` multiplies the players' learning rates.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class TrainingStep:
         objective: Objective,
         world: World,
         *,
+        rate: float = 1.0,
         precision: Precision = "fp32",
         micro_batches: int = 1,
         graphs: bool = False,
@@ -74,7 +75,7 @@ class TrainingStep:
         for player in objective.players:
             if not all(id(parameter) in held for parameter in player.parameters):
                 raise ValueError(f"{objective.name}: the model lacks parameters of {player.name}")
-        self.objective, self.world = objective, world
+        self.objective, self.world, self.rate = objective, world, rate
         self.precision, self.micro_batches, self.graphs = precision, micro_batches, graphs
         self.players = {
             player.name: PlayerOptimizer(player, capturable=graphs) for player in objective.players
@@ -90,7 +91,7 @@ class TrainingStep:
         self.objective.advance(progress)
         self._number.fill_(step)
         for player in self.players.values():
-            player.set_rate(learning_rate(player.settings, step, progress))
+            player.set_rate(self.rate * learning_rate(player.settings, step, progress))
         active = self._active(step)
         if not self.graphs:
             return self._run(batch, active)
