@@ -124,7 +124,7 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
     for warning in report.warnings:
         console.say(f"note: {warning}")
     if report.cut_short:
-        console.say(f"done in part: {report.source} ended early ({report.cut_short})")
+        console.say(f"done in part: {report.source}: {report.cut_short}")
     console.result(_summary(report), **_facts(report))
     return report.exit_code
 

@@ -163,7 +163,7 @@ class EditList:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise InputError(f"cuts: {path} can't be read ({reason}); give auto, off or a file") from None

@@ -41,6 +41,7 @@ except ImportError:  # Windows: two runs of one output at once go unnoticed ther
 CHECKPOINT_SECONDS = 20.0
 
 _EDGE_BYTES = 1 << 20
+_LONGEST_NAME = 255  # bytes, on nearly every file system
 
 
 RUN, SHOTS = "run.json", "shots.json"
@@ -237,7 +238,10 @@ class Work:
 def work_folder(output: Path) -> Path:
     """Return where the work of an output is kept: hidden, beside it."""
     place = Path(os.path.abspath(output))
-    return place.with_name(f".{place.name}.recavsr")
+    name = f".{place.name}.recavsr"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f".{hashlib.sha256(os.fsencode(place.name)).hexdigest()[:32]}.recavsr"
+    return place.with_name(name)
 
 
 def input_identity(source: Source) -> str:

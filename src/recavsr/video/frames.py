@@ -139,5 +139,6 @@ def alpha_of(frame: VideoFrame, *, deep: bool) -> np.ndarray:
 
 
 def is_opaque(alpha: np.ndarray) -> bool:
-    """Return whether a transparency channel is opaque everywhere."""
-    return int(alpha.min()) == np.iinfo(alpha.dtype).max
+    """Return whether a transparency channel is opaque everywhere, but for what rounding to 8 bits leaves."""
+    most = int(np.iinfo(alpha.dtype).max)
+    return int(alpha.min()) * 255 >= most * 254

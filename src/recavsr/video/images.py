@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -80,7 +80,7 @@ class SequenceReader:
             origin=Fraction(0),
             duration=count / rate,
         )
-        self.warnings: list[str] = list(still.warnings)
+        self.warnings: list[str] = [*still.warnings, *_gaps(source.pictures)]
 
     def __iter__(self) -> Iterator[Frame | Passed | Packet]:
         for number, path in enumerate(self._pictures):
@@ -116,6 +116,17 @@ class SequenceReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         return None
+
+
+def _gaps(pictures: Sequence[Path]) -> list[str]:
+    """Return a line if numbers are missing in the names, which end in numbers and are alike otherwise."""
+    found = [re.fullmatch(r"(.*?)(\d+)", path.stem) for path in pictures]
+    numbers = {int(name[2]) for name in found if name is not None}
+    if None in found or len({name[1] for name in found if name is not None}) > 1:
+        return []
+    missing = max(numbers) - min(numbers) + 1 - len(numbers)
+    between = f"between {pictures[0].name} and {pictures[-1].name}"
+    return [f"{missing} numbers {between} have no picture: the others follow one another"] if missing else []
 
 
 def _open_picture(path: Path) -> VideoReader:

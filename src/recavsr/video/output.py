@@ -55,6 +55,8 @@ class PendingOutput:
             raise InputError(f"{final}: exists already; choose another name or overwrite it")
         if final.is_dir():
             raise InputError(f"{final}: is a folder")
+        if final.exists() and not final.is_file():
+            raise InputError(f"{final}: is a pipe or a device, no file; -o - writes y4m to standard output")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(f"{final}: no permission to write into {parent}")
         self._overwrite = overwrite

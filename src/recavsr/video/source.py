@@ -63,6 +63,9 @@ class CountedInput:
         return self.bytes_read != header + frames * (frame_bytes + len(b"FRAME\n"))
 
 
+_PNG_HEAD = 1 << 16
+
+
 class SourceKind(Enum):
     """What the user named."""
 
@@ -116,10 +119,22 @@ def resolve(source: str | os.PathLike[str]) -> Source:
         raise InputError(f"{name}: a folder of videos; name one file in it, or upscale the whole folder")
     if path.is_dir():
         return Source(SourceKind.SEQUENCE, name, _pictures_in(path))
-    if not path.exists():
+    try:
+        missing = not path.exists()
+    except (OSError, ValueError) as error:  # a name that can't be one
+        raise InputError(f"{name}: no such file ({getattr(error, 'strerror', None) or error})") from None
+    if missing:
         return _pattern(path)
     _check_readable(path)
-    return Source(SourceKind.STILL if is_picture(path) else SourceKind.FILE, name)
+    still = is_picture(path) and not _is_animated_png(path)
+    return Source(SourceKind.STILL if still else SourceKind.FILE, name)
+
+
+def _is_animated_png(path: Path) -> bool:
+    """Say whether a PNG has a chunk of animation control, which comes before the picture."""
+    with open(path, "rb") as file:
+        head = file.read(_PNG_HEAD)
+    return head.startswith(b"\x89PNG") and b"acTL" in head.partition(b"IDAT")[0]
 
 
 def _pictures_in(folder: Path) -> tuple[Path, ...]:
