@@ -415,7 +415,7 @@ def _output_kind(info: VideoInfo, target: str) -> tuple[OutputKind, str]:
         return OutputKind.STDOUT, ".y4m"
     path = Path(target)
     suffix = path.suffix.lower()
-    folder = path.is_dir() or target.endswith(("/", os.sep)) or not suffix
+    folder = os.path.isdir(path) or target.endswith(("/", os.sep)) or not suffix
     if info.still:
         if folder:
             return OutputKind.PICTURE, ".png"

@@ -81,6 +81,15 @@ class ColorTags:
             matrix = MATRIX_BT709 if height >= 720 or width >= 1280 else MATRIX_BT601
         return replace(self, matrix=matrix, range=self.range or RANGE_LIMITED)
 
+    def or_else(self, other: ColorTags) -> ColorTags:
+        """Return the tags, completed by those of `other` where they say nothing."""
+        return ColorTags(
+            range=self.range or other.range,
+            matrix=other.matrix if self.matrix == UNSPECIFIED else self.matrix,
+            primaries=other.primaries if self.primaries == UNSPECIFIED else self.primaries,
+            transfer=other.transfer if self.transfer == UNSPECIFIED else self.transfer,
+        )
+
     def for_yuv(self) -> ColorTags:
         """Return the tags for writing as Y'CbCr: RGB sources become BT.709, limited range."""
         if self.matrix != MATRIX_RGB:

@@ -51,6 +51,12 @@ class PendingOutput:
         parent = final.parent
         if not parent.is_dir():
             raise InputError(f"{final}: the folder {parent} does not exist")
+        try:
+            os.lstat(final)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a name that no file can have
+            raise write_error(final, error) from None
         if final.exists() and not overwrite:
             raise InputError(f"{final}: exists already; choose another name or overwrite it")
         if final.is_dir():

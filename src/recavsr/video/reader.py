@@ -457,7 +457,7 @@ class VideoReader:
             raise SizeChange(
                 f"the picture size changes from {width}x{height} to {frame.width}x{frame.height}"
             )
-        tags = tags_of(frame, self._stream.codec_context)
+        tags = tags_of(frame, None).or_else(self.info.color)
         if tags != self._tags:
             used = tags.resolved(width, height, rgb=frame.format.is_rgb or frame.format.has_palette)
             self._to_rgb = self._converter(used)

@@ -115,16 +115,18 @@ def resolve(source: str | os.PathLike[str]) -> Source:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         return Source(SourceKind.URL, name)
     path = Path(name)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return _pattern(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: can't be read ({getattr(error, 'strerror', None) or error})") from None
     if is_video_folder(path):
         raise InputError(f"{name}: a folder of videos; name one file in it, or upscale the whole folder")
     if path.is_dir():
         return Source(SourceKind.SEQUENCE, name, _pictures_in(path))
-    try:
-        missing = not path.exists()
-    except (OSError, ValueError) as error:  # a name that can't be one
-        raise InputError(f"{name}: no such file ({getattr(error, 'strerror', None) or error})") from None
-    if missing:
-        return _pattern(path)
+    if not path.exists():
+        raise InputError(f"{name}: a link to a file that does not exist")
     _check_readable(path)
     still = is_picture(path) and not _is_animated_png(path)
     return Source(SourceKind.STILL if still else SourceKind.FILE, name)
@@ -150,8 +152,6 @@ def _pictures_in(folder: Path) -> tuple[Path, ...]:
 def _pattern(path: Path) -> Source:
     """Resolve `frame_%04d.png` or `*.png`; anything else is a file that does not exist."""
     name = str(path)
-    if path.is_symlink():
-        raise InputError(f"{name}: a link to a file that does not exist")
     number = re.search(r"%0?(\d*)d", path.name)
     if number:
         left, right = path.name[: number.start()], path.name[number.end() :]
