@@ -127,8 +127,8 @@ def test_a_format_that_changes_in_the_middle(tmp_path: Path) -> None:
         "a": ("-pix_fmt", "yuv420p"),
         "b": ("-vf", "scale=out_range=pc,format=yuv422p", "-color_range", "pc"),
     }.items():
-        ffmpeg("-f", "lavfi", "-i", f"color=0x3060C0:s={SIZE}:r=25", "-frames:v", 10, "-c:v", "libx264", "-qp",
-               0, "-bf", 0, *options, "-bsf:v", "h264_mp4toannexb", tmp_path / f"{name}.h264")  # fmt: skip
+        ffmpeg("-f", "lavfi", "-i", f"color=0x3060C0:s={SIZE}:r=25", "-frames:v", 10, "-c:v", "libx264",
+               "-qp", 0, "-bf", 0, *options, tmp_path / f"{name}.h264")  # fmt: skip
     source = tmp_path / "both.h264"
     source.write_bytes((tmp_path / "a.h264").read_bytes() + (tmp_path / "b.h264").read_bytes())
     for deinterlace in (False, True):
