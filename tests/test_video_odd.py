@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from fractions import Fraction
 from pathlib import Path
 
@@ -280,3 +281,29 @@ def test_chapters_in_mp4_are_not_called_lost(film: Path, tmp_path: Path) -> None
     ffmpeg("-i", film, "-i", about, "-map", 0, "-map_chapters", 1, "-c", "copy", source)
     assert run_identity(source, out).warnings == ()
     assert [chapter["tags"]["title"] for chapter in ffprobe(out)["chapters"]] == ["one", "two"]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_camera_picture_is_turned_by_its_exif_tag(tmp_path: Path, orientation: int) -> None:
+    corners = np.zeros((32, 48, 3), np.uint8)
+    corners[:16, :24], corners[:16, 24:], corners[16:, :24] = (200, 40, 40), (40, 200, 40), (40, 40, 200)
+    plain = encode_picture(corners, ".jpg")
+    tag = struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0)
+    exif = b"Exif\0\0" + b"MM\0*" + struct.pack(">IH", 8, 1) + tag + bytes(4)
+    source = tmp_path / "in.jpg"
+    source.write_bytes(plain[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + plain[2:])
+    run_identity(source, tmp_path / "out.png", scale=1)
+    # Exif 2.3, 4.6.4: where the 0th row and the 0th column are
+    turned = {
+        1: corners,
+        2: corners[:, ::-1],
+        3: corners[::-1, ::-1],
+        4: corners[::-1],
+        5: corners.transpose(1, 0, 2),
+        6: np.rot90(corners, -1),
+        7: corners.transpose(1, 0, 2)[::-1, ::-1],
+        8: np.rot90(corners),
+    }[orientation]
+    shown = pixels(tmp_path / "out.png")[0].astype(int)
+    assert shown.shape == turned.shape
+    assert np.abs(shown - turned).mean() < 4

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from av.packet import Packet
+from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import VideoFrame
 
 __all__ = [
@@ -105,6 +107,17 @@ class Orientation:
         else:
             turned = pixels[:: self.d, :: self.a]
         return np.ascontiguousarray(turned)
+
+
+def _unnamed(cls: type[Enum], value: object) -> Enum:
+    """Make a member for a kind of side data that PyAV has no name for (Exif is one)."""
+    member = object.__new__(cls)
+    member._name_, member._value_ = f"KIND_{value}", value
+    return member
+
+
+# Without it one such kind hides all side data of the frame, and with it the rotation of a camera's picture.
+SideDataType._missing_ = classmethod(_unnamed)  # type: ignore[assignment]
 
 
 def side_data_of(frame: VideoFrame) -> list[tuple[str, bytes]]:
