@@ -307,3 +307,29 @@ def test_a_camera_picture_is_turned_by_its_exif_tag(tmp_path: Path, orientation:
     shown = pixels(tmp_path / "out.png")[0].astype(int)
     assert shown.shape == turned.shape
     assert np.abs(shown - turned).mean() < 4
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_tiff_of_several_pages_and_with_jpeg_inside(tmp_path: Path, order: str) -> None:
+    """A file made by hand: three directories, the second a reduced copy of the first."""
+
+    def directory(place: int, compression: int, reduced: bool, following: int) -> bytes:
+        tags = [(254, 4, int(reduced)), (256, 3, 2), (257, 3, 2), (258, 3, 8), (259, 3, compression),
+                (262, 3, 1), (273, 4, 8), (277, 3, 1), (278, 3, 2), (279, 4, 4)]  # fmt: skip
+        entries = b"".join(
+            struct.pack(f"{order}HHI{'HH' if kind == 3 else 'I'}", tag, kind, 1, *((value, 0)[: 5 - kind]))
+            for tag, kind, value in tags
+        )
+        return struct.pack(f"{order}H", len(tags)) + entries + struct.pack(f"{order}I", following)
+
+    for name, compression in (("pages", 1), ("jpeg", 7)):
+        size, source = 2 + 10 * 12 + 4, tmp_path / f"{name}.tif"
+        places = [12 + number * size for number in range(3)]
+        head = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(f"{order}I", places[0])
+        parts = [directory(places[n], compression, n == 1, [*places, 0][n + 1]) for n in range(3)]
+        source.write_bytes(head + bytes((10, 90, 170, 250)) + b"".join(parts))
+    report = run_identity(tmp_path / "pages.tif", tmp_path / "out.png", scale=1)
+    assert report.warnings == (f"{tmp_path / 'pages.tif'} has 2 pages: the first one is taken",)
+    assert pixels(tmp_path / "out.png")[0, ..., 0].ravel().tolist() == [10, 90, 170, 250]
+    with pytest.raises(InputError, match="JPEG inside TIFF"):
+        run_identity(tmp_path / "jpeg.tif", tmp_path / "other.png")

@@ -190,6 +190,10 @@ class EditList:
         """Return what the list holds, in order."""
         return [*sorted(self.frames), *map(str, self.times)]
 
+    def beyond(self) -> int:
+        """Return how many entries lie behind the last frame that was asked for."""
+        return sum(frame >= self._number for frame in self.frames) + len(self.times) - self._passed
+
     def starts_shot(self, stamp: Stamp, shift: Fraction) -> bool:
         """Say whether the next frame of the source starts a shot; `shift` was added to its time."""
         named = self._number in self.frames

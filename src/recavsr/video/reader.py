@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, cast
 
@@ -36,6 +37,7 @@ from recavsr.video.color import ColorTags, ToRgb, tags_of
 from recavsr.video.frames import Frame, Passed, Stamp, alpha_of, is_opaque
 from recavsr.video.info import DEFAULT_RATE, VideoInfo, choose_stream, describe
 from recavsr.video.source import CountedInput, Source, SourceKind, open_container, resolve
+from recavsr.video.tiff import is_tiff, pages
 
 # A stream may end this much before the container says so: durations are rounded, last packets short.
 _END_TOLERANCE = Fraction(1, 2)
@@ -239,7 +241,7 @@ class VideoReader:
             self._decoded = self._decode()
             first = self._first_frame()
             self.info = describe(source, self.container, self._stream, first)
-            self.warnings: list[str] = list(self.info.warnings)
+            self.warnings: list[str] = [*self.info.warnings, *_further_pages(source)]
             self._deinterlace = deinterlace
             if self.info.interlaced and not deinterlace:
                 self.warnings.append(
@@ -537,6 +539,15 @@ class VideoReader:
         if self._bad_packets:
             return self._damage()
         return None
+
+
+def _further_pages(source: Source) -> list[str]:
+    """Return a line if a still picture is the first of several in its file."""
+    if source.kind is not SourceKind.STILL or not source.name.lower().endswith((".tif", ".tiff")):
+        return []
+    data = Path(source.name).read_bytes()
+    count = pages(data) if is_tiff(data) else 1
+    return [f"{source.name} has {count} pages: the first one is taken"] if count > 1 else []
 
 
 def _deinterlaced(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:

@@ -19,6 +19,7 @@ import av.error
 from av.container import InputContainer
 
 from recavsr.errors import InputError
+from recavsr.video.tiff import is_tiff, jpeg_inside
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 # fmt: off
@@ -186,7 +187,10 @@ def open_container(source: Source) -> InputContainer:
             return av.open(source.name, metadata_errors="replace", timeout=(30.0, 30.0))
         if source.kind is SourceKind.STILL:
             # From memory: by name, "%03d" would be taken as a numbered sequence.
-            return av.open(io.BytesIO(Path(source.name).read_bytes()), "r", metadata_errors="replace")
+            data = Path(source.name).read_bytes()
+            if is_tiff(data) and jpeg_inside(data):
+                raise InputError(f"{source.name}: JPEG inside TIFF can't be decoded here; convert it to PNG")
+            return av.open(io.BytesIO(data), "r", metadata_errors="replace")
         if Path(source.name).suffix.lower() == ".y4m":
             return _open_y4m(io.FileIO(source.name))
         container = av.open(f"file:{source.name}", metadata_errors="replace")
