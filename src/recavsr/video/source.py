@@ -129,15 +129,28 @@ def resolve(source: str | os.PathLike[str]) -> Source:
     if not path.exists():
         raise InputError(f"{name}: a link to a file that does not exist")
     _check_readable(path)
-    still = is_picture(path) and not _is_animated_png(path)
-    return Source(SourceKind.STILL if still else SourceKind.FILE, name)
+    return Source(SourceKind.STILL if is_still(path) else SourceKind.FILE, name)
 
 
-def _is_animated_png(path: Path) -> bool:
-    """Say whether a PNG has a chunk of animation control, which comes before the picture."""
-    with open(path, "rb") as file:
-        head = file.read(_PNG_HEAD)
-    return head.startswith(b"\x89PNG") and b"acTL" in head.partition(b"IDAT")[0]
+def is_still(path: Path) -> bool:
+    """Return whether the name ends like a picture file, and it is no animated PNG."""
+    if path.suffix.lower() != ".png" or not path.is_file():
+        return is_picture(path)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_PNG_HEAD)
+    except OSError:
+        return True
+    return b"acTL" not in head.partition(b"IDAT")[0]  # the chunk of animation comes before the picture
+
+
+def matches(pattern: str) -> list[Path]:
+    """Return what a pattern finds; folders that are there are taken by their names, brackets and all."""
+    folder, rest = Path(Path(pattern).anchor), list(Path(pattern).relative_to(Path(pattern).anchor).parts)
+    while len(rest) > 1 and (folder / rest[0]).is_dir():
+        folder /= rest.pop(0)
+    place = os.path.join(glob.escape(str(folder)), *rest)
+    return [Path(path) for path in glob.glob(place, recursive=True)]
 
 
 def _pictures_in(folder: Path) -> tuple[Path, ...]:
@@ -160,7 +173,7 @@ def _pattern(path: Path) -> Source:
         folder = path.parent
         found = [p for p in folder.iterdir() if numbered.fullmatch(p.name)] if folder.is_dir() else []
     elif any(mark in path.name for mark in "*?["):
-        found = [Path(p) for p in glob.glob(name)]
+        found = matches(name)
     else:
         raise InputError(f"{name}: no such file")
     found = [p for p in found if is_picture(p)]
@@ -193,6 +206,8 @@ def open_container(source: Source) -> InputContainer:
             return av.open(io.BytesIO(data), "r", metadata_errors="replace")
         if Path(source.name).suffix.lower() == ".y4m":
             return _open_y4m(io.FileIO(source.name))
+        if Path(source.name).is_fifo():  # libav's own waiting for a writer can't be interrupted
+            return av.open(io.FileIO(source.name), "r", metadata_errors="replace")
         container = av.open(f"file:{source.name}", metadata_errors="replace")
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(_why_not(source, error)) from None
