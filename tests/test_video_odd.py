@@ -51,6 +51,8 @@ def test_joined_broadcasts_go_on_evenly(film: Path, tmp_path: Path, suffix: str)
     assert steps.min() >= 0.039
     assert steps.max() < 0.15
     # Each part's sound lies to its picture as in the part alone.
+    run_identity(joined, tmp_path / "end.mp4", scale=1, start=5)
+    assert 20 <= len(times(tmp_path / "end.mp4")) < 50
     alone = float(sound_starts(part)[0] - times(part)[0])
     for number in range(3):
         offset = float(heard[number * len(heard) // 3] - shown[number * 50])
@@ -333,3 +335,18 @@ def test_tiff_of_several_pages_and_with_jpeg_inside(tmp_path: Path, order: str) 
     assert pixels(tmp_path / "out.png")[0, ..., 0].ravel().tolist() == [10, 90, 170, 250]
     with pytest.raises(InputError, match="JPEG inside TIFF"):
         run_identity(tmp_path / "jpeg.tif", tmp_path / "other.png")
+
+
+def test_names_of_pictures_with_more_signs(tmp_path: Path) -> None:
+    source = make_clip(tmp_path / "in.mp4", 2)
+    run_identity(source, tmp_path / "50% of %03d_%s_%02d.png")
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "50% of 001_%s_%02d.png",
+        "50% of 002_%s_%02d.png",
+    ]
+
+
+@pytest.mark.parametrize("codec", ["h264", "hevc", "av1", "vp9"])
+def test_an_unknown_preset_is_named_before_any_work(tmp_path: Path, codec: str) -> None:
+    with pytest.raises(InputError, match="has no preset 'bogus'"):
+        run_identity(make_clip(tmp_path / "in.mp4", 2), tmp_path / "out.mkv", codec=codec, preset="bogus")

@@ -134,6 +134,8 @@ def choose_encoding(
         and not opens(encoder, encoding.pixel_format, size, encoding.options)
     ):
         raise InputError(f"{encoder.library} can't encode {size[1]}x{size[0]}; choose h264, or a larger size")
+    if preset is not None and not opens(encoder, encoding.pixel_format, size, encoding.options):
+        raise InputError(f"{encoder.library} has no preset {preset!r}")
     return replace(encoding, warnings=(*warnings, *encoding.warnings))
 
 

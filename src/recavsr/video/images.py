@@ -30,6 +30,8 @@ WRITABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", 
 ALPHA_SUFFIXES = (".png", ".tif", ".tiff", ".exr")
 """Pictures that can be transparent."""
 
+_NUMBER = re.compile(r"%0?(\d*)d")
+
 # encoder, pixel format for 8 bits, pixel format for more
 _PICTURE_CODECS = {
     ".png": ("png", "rgb24", "rgb48be"),
@@ -262,7 +264,7 @@ class SequenceWriter(_PendingPictures):
         transfer: int = SRGB,
     ) -> None:
         self._transfer = transfer
-        number = re.search(r"%0?(\d*)d", target.name)
+        number = _NUMBER.search(target.name)
         self._pattern = target.name if number else None
         goal = target.parent if number else target
         if not number and target.exists() and not target.is_dir():
@@ -278,7 +280,7 @@ class SequenceWriter(_PendingPictures):
     def _taken(self, folder: Path) -> bool:
         if self._pattern is None:
             return any(folder.iterdir())
-        number = re.search(r"%0?(\d*)d", self._pattern)
+        number = _NUMBER.search(self._pattern)
         assert number is not None
         left, right = self._pattern[: number.start()], self._pattern[number.end() :]
         wanted = re.compile(re.escape(left) + r"\d+" + re.escape(right))
@@ -299,7 +301,7 @@ class SequenceWriter(_PendingPictures):
         """Write one picture: under its source's name, or numbered from 1."""
         self._count += 1
         if self._pattern is not None:
-            name = self._pattern % self._count
+            name = _NUMBER.sub(lambda found: f"{self._count:0{found[1] or 0}d}", self._pattern, count=1)
         else:
             name = f"{frame.name or f'frame_{self._count:06d}'}{self._suffix}"
         try:

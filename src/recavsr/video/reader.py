@@ -386,7 +386,7 @@ class VideoReader:
         info, trim = self.info, self._trim
         if info.duration is not None and trim.start is not None:
             reach = info.start_time - info.origin + info.duration
-            if trim.start >= reach:
+            if trim.start >= reach and info.container not in _BROADCAST:  # their clocks may jump back
                 raise InputError(
                     f"start is {float(trim.start):g} s, but {info.source} ends at {float(reach):.3f} s"
                 )
@@ -399,8 +399,15 @@ class VideoReader:
     def _seek(self, begin: Fraction) -> None:
         """Go to a keyframe before `begin`; where the file can't, read from its beginning."""
         target = begin - Fraction(1, 2)
-        if self._first is None or self._first.pts is None or target <= self.info.start_time:
+        info = self.info
+        if self._first is None or self._first.pts is None or target <= info.start_time:
             return
+        if (
+            info.container in _BROADCAST
+            and info.duration is not None
+            and target > info.start_time + info.duration
+        ):
+            return  # there is no such time in the file: its clock jumps back
         try:
             self.container.seek(math.floor(target / self.info.time_base), stream=self._stream)
             self._decoded = self._decode()
