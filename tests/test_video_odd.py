@@ -350,3 +350,26 @@ def test_names_of_pictures_with_more_signs(tmp_path: Path) -> None:
 def test_an_unknown_preset_is_named_before_any_work(tmp_path: Path, codec: str) -> None:
     with pytest.raises(InputError, match="has no preset 'bogus'"):
         run_identity(make_clip(tmp_path / "in.mp4", 2), tmp_path / "out.mkv", codec=codec, preset="bogus")
+
+
+def test_packets_that_say_as_before(tmp_path: Path) -> None:
+    """Theora codes a frame like the one before as an empty packet: nothing new is shown."""
+    source = tmp_path / "in.ogv"
+    black = "drawbox=c=black:t=fill:enable='between(n,5,9)'"
+    ffmpeg(*TEST, "-vf", black, "-frames:v", 20, "-c:v", "libtheora", "-q:v", 10, source)
+    with av.open(str(source)) as container:
+        shown = [p.pts * p.time_base for p in container.demux(video=0) if p.size]
+    assert len(shown) < 20
+    report = run_identity(source, tmp_path / "out.mkv")
+    assert report.cut_short is None
+    assert times(tmp_path / "out.mkv") == shown
+
+
+def test_sound_whose_times_go_back(film: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.mkv", tmp_path / "out.mp4"
+    ffmpeg("-i", film, "-c", "copy", "-bsf:a", "setts=ts='if(gt(N,20),PTS-5000,PTS)'", source)
+    report = run_identity(source, out)
+    assert report.frames == 50
+    assert len(packets(out, 1)) == len(packets(source, 1))
+    starts = sound_starts(out)
+    assert starts == sorted(starts)

@@ -347,6 +347,8 @@ class VideoReader:
             if packet is None:  # what the decoder still holds is good
                 yield from self._decode_packet(None)
                 return
+            if not packet.size and packet.pts is not None:
+                continue  # Theora's "as before"; decoders refuse it
             if self._joined is not None:
                 self._joined.move(packet)
             if packet.stream is self._stream:

@@ -258,7 +258,8 @@ class StreamCopier:
             if last is not None and dts <= last and stream.type == "audio":
                 packet.pts = max(round(packet.pts * packet.time_base / stream.time_base), last + 1)
                 packet.dts, packet.time_base = last + 1, stream.time_base
-                self._moved[name] += dts < last
+                if dts < last:
+                    self._moved[name] += 1
                 dts = last + 1
             self._last[stream.index] = dts
         try:
