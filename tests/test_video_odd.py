@@ -373,3 +373,17 @@ def test_sound_whose_times_go_back(film: Path, tmp_path: Path) -> None:
     assert len(packets(out, 1)) == len(packets(source, 1))
     starts = sound_starts(out)
     assert starts == sorted(starts)
+
+
+def test_captions_inside_the_pictures_are_named(tmp_path: Path) -> None:
+    """A supplemental message of ATSC A/53, put by hand before the first slice."""
+    plain, source = tmp_path / "plain.h264", tmp_path / "in.h264"
+    ffmpeg(*TEST, "-frames:v", 3, "-c:v", "libx264", "-bf", 0, plain)
+    captions = b"\xb5\x00\x31GA94\x03\x41\xff\xfc\x94\x2c\xff"
+    message = b"\x00\x00\x01\x06\x04" + bytes([len(captions)]) + captions + b"\x80"
+    data = plain.read_bytes()
+    place = data.index(b"\x00\x00\x01\x65")
+    source.write_bytes(data[:place] + message + data[place:])
+    line = "closed captions inside the pictures (CEA-608, CEA-708) are not kept"
+    assert run_identity(source, tmp_path / "out.mp4").warnings == (line,)
+    assert run_identity(plain, tmp_path / "plain.mp4").warnings == ()
