@@ -59,6 +59,27 @@ def test_joined_broadcasts_go_on_evenly(film: Path, tmp_path: Path, suffix: str)
         assert abs(offset - alone) < 0.04
 
 
+def test_a_damaged_time_in_a_broadcast_is_no_jump_of_its_clock(film: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.ts", tmp_path / "out.mp4"
+    ffmpeg("-i", film, "-c", "copy", source)
+    right = times(source)
+    data, starts = bytearray(source.read_bytes()), []
+    for place in range(0, len(data), 188):  # transport packets in which a picture starts
+        if data[place + 1] & 0x5F == 0x41 and data[place + 2] == 0:
+            starts.append(data.index(b"\x00\x00\x01\xe0", place))
+    for field in (9, 14):  # PTS and DTS of the 21st: 2^18 ticks, nearly 3 s, later
+        if field == 9 or data[starts[20] + 7] & 0x40:
+            data[starts[20] + field + 2] ^= 0x10
+    source.write_bytes(data)
+    leap = max(abs(a - b) for a, b in zip(times(source), right))
+    assert 2 < leap < 4
+    report = run_identity(source, out, scale=1)
+    assert report.frames == 50
+    assert not any("jumps back" in line for line in report.warnings)
+    starts_of_sound = sound_starts(out)
+    assert starts_of_sound[-1] < Fraction(22, 10)
+
+
 def test_times_before_zero_in_matroska(film: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.mkv", tmp_path / "out.mkv"
     ffmpeg("-itsoffset", "-0.2", "-i", film, "-c", "copy", "-avoid_negative_ts", "disabled", source)

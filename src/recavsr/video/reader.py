@@ -47,6 +47,7 @@ _REORDER_DEPTH = 4  # frames; more than any codec that is kept in AVI reorders
 _UNDATED_DEPTH = 64  # frames without a time at the beginning of a file whose other frames have one
 _BROADCAST = ("mpegts", "mpeg")
 _CLOCK_JUMP = Fraction(1, 2)  # seconds back; less is disorder
+_LEAP_PACKETS = 64  # a leap forward that ends after fewer was damage
 
 
 @dataclass(frozen=True)
@@ -157,20 +158,20 @@ class _JoinedClocks:
         self._place: dict[int, int] = {}  # of each stream among the offsets
         self._last: dict[int, Fraction] = {}
         self._ends: dict[int, Fraction] = {}
+        self._leaps: dict[int, tuple[Fraction, int]] = {}
 
     def move(self, packet: Packet) -> None:
         """Move a packet's times, in the order of the file."""
-        start = packet.dts if packet.dts is not None else packet.pts
-        if start is None or packet.time_base is None:
-            return
         base, stream = packet.time_base, packet.stream_index
-        time, length = start * base, (packet.duration or 0) * base
-        if packet.stream.type not in ("video", "audio"):
-            self._shift(packet, self._offsets[-1])
+        if packet.dts is None or packet.stream.type not in ("video", "audio"):
+            self._shift(packet, self._offsets[self._place.get(stream, -1)])
             return
+        time, length = packet.dts * base, (packet.duration or 0) * base
         last = self._last.get(stream)
-        place = self._place.get(stream, 0 if last is not None or not self.jumps else self.jumps)
-        if last is not None and time + self._offsets[place] < last - _CLOCK_JUMP:
+        place = self._place.get(stream, self.jumps)
+        if last is not None and self._is_damaged(stream, time + self._offsets[place]):
+            last = None
+        elif last is not None and time + self._offsets[place] < last - _CLOCK_JUMP:
             if place == self.jumps:
                 self._offsets.append(max(self._ends.values()) - time)
                 self.jumps += 1
@@ -181,11 +182,22 @@ class _JoinedClocks:
         self._shift(packet, self._offsets[place])
         time += self._offsets[place]
         self._last[stream] = time if last is None else max(last, time)
-        self._ends[stream] = max(self._ends.get(stream, time), time + length)
+        self._ends[stream] = max(self._ends.get(stream, time) if last is not None else time, time + length)
+
+    def _is_damaged(self, stream: int, time: Fraction) -> bool:
+        """Say whether a stream comes back to where it was a few packets ago: those had damaged times."""
+        before, left = self._leaps.pop(stream, (Fraction(0), 0))
+        if time > self._ends[stream] + _CLOCK_JUMP:
+            before, left = self._last[stream], _LEAP_PACKETS
+        elif left and before - _CLOCK_JUMP <= time < self._last[stream] - _CLOCK_JUMP:
+            return True
+        if left:
+            self._leaps[stream] = before, left - 1
+        return False
 
     @staticmethod
     def _shift(packet: Packet, offset: Fraction) -> None:
-        if offset:
+        if offset and packet.time_base:
             ticks = round(offset / packet.time_base)
             packet.pts = None if packet.pts is None else packet.pts + ticks
             packet.dts = None if packet.dts is None else packet.dts + ticks
@@ -349,7 +361,7 @@ class VideoReader:
                 return
             if not packet.size and packet.pts is not None:
                 continue  # Theora's "as before"; decoders refuse it
-            if self._joined is not None:
+            if self._joined is not None and packet.stream is not None:
                 self._joined.move(packet)
             if packet.stream is self._stream:
                 yield from self._decode_packet(packet)
