@@ -14,6 +14,7 @@ import pytest
 from media import ffmpeg, ffprobe, make_clip, packets, pixels, run_identity, times, video_stream
 from recavsr.errors import InputError
 from recavsr.stream.resume import work_folder
+from recavsr.video import reader
 from recavsr.video.images import encode_picture
 from recavsr.video.streams import later_timecode
 
@@ -59,7 +60,12 @@ def test_joined_broadcasts_go_on_evenly(film: Path, tmp_path: Path, suffix: str)
         assert abs(offset - alone) < 0.04
 
 
-def test_a_damaged_time_in_a_broadcast_is_no_jump_of_its_clock(film: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["_LEAP_PACKETS", "_INTERLEAVED"])
+def test_a_damaged_time_in_a_broadcast_is_no_jump_of_its_clock(
+    film: Path, tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rules say so, each alone: a leap that soon ends, and streams that stay where they are."""
+    monkeypatch.setattr(reader, rule, 0)
     source, out = tmp_path / "in.ts", tmp_path / "out.mp4"
     ffmpeg("-i", film, "-c", "copy", source)
     right = times(source)

@@ -47,6 +47,7 @@ _REORDER_DEPTH = 4  # frames; more than any codec that is kept in AVI reorders
 _UNDATED_DEPTH = 64  # frames without a time at the beginning of a file whose other frames have one
 _BROADCAST = ("mpegts", "mpeg")
 _CLOCK_JUMP = Fraction(1, 2)  # seconds back; less is disorder
+_INTERLEAVED = 1  # seconds between neighbours in a broadcast, at most
 _LEAP_PACKETS = 64  # a leap forward that ends after fewer was damage
 
 
@@ -185,11 +186,18 @@ class _JoinedClocks:
         self._ends[stream] = max(self._ends.get(stream, time) if last is not None else time, time + length)
 
     def _is_damaged(self, stream: int, time: Fraction) -> bool:
-        """Say whether a stream comes back to where it was a few packets ago: those had damaged times."""
+        """Say whether a stream comes back from damaged times: to where it was, or to where others are."""
+        back = time < self._last[stream] - _CLOCK_JUMP
+        place = self._place[stream]
+        others = [
+            last for index, last in self._last.items() if index != stream and self._place[index] == place
+        ]
+        if back and any(abs(time - last) < _INTERLEAVED for last in others):
+            return True
         before, left = self._leaps.pop(stream, (Fraction(0), 0))
         if time > self._ends[stream] + _CLOCK_JUMP:
             before, left = self._last[stream], _LEAP_PACKETS
-        elif left and before - _CLOCK_JUMP <= time < self._last[stream] - _CLOCK_JUMP:
+        elif left and back and time >= before - _CLOCK_JUMP:
             return True
         if left:
             self._leaps[stream] = before, left - 1
