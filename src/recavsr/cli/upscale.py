@@ -189,6 +189,7 @@ def say_batch(console: Console, target: str, report: BatchReport) -> int:
     from recavsr.stream.batch import FileStatus
 
     counts = {status.value: report.count(status) for status in FileStatus}
+    counts = {name: count for name, count in counts.items() if count or name != FileStatus.PLANNED.value}
     text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     console.result(f"{target}: {text}", output=target, **counts)
     return report.exit_code
