@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from media import ffmpeg, make_clip, times
 from recavsr.cli.main import run
 from recavsr.errors import InputError
 from recavsr.stream.batch import FileStatus, find_jobs, is_many, upscale_many
@@ -60,7 +61,7 @@ def test_a_dash_in_front_is_a_name_behind_two_dashes(
     write_clip(Path("-a.mp4"), np.zeros((3, 16, 16, 3), np.uint8), 25)
     options = ["--model", "identity", "--dry-run", "--json"]
     assert run(["batch", "-o", "out", *options, "--", "-a.mp4"]) == 0
-    assert '"source": "-a.mp4", "output": "out/-a.mp4", "status": "done"' in capsys.readouterr().err
+    assert '"source": "-a.mp4", "output": "out/-a.mp4", "status": "planned"' in capsys.readouterr().err
     assert not Path("out").exists()
 
 
@@ -163,3 +164,29 @@ def test_upscale_takes_a_pattern_too(
     assert "clips_upscaled: 2 done" in capsys.readouterr().err
     assert sorted(path.name for path in Path("clips_upscaled").iterdir()) == ["a.mov", "b.mov"]
     assert read_clip(Path("clips_upscaled/a.mov")).shape == (3, 32, 32, 3)
+
+
+def test_odd_things_in_a_folder(tmp_path: Path) -> None:
+    """Pipes are left alone, an animated PNG becomes a video, a picture stays one."""
+    folder = tmp_path / "Season [1080p]"
+    folder.mkdir()
+    make_clip(folder / "a.mp4", 3)
+    os.mkfifo(folder / "pipe.mp4")
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=32x24:r=10", "-frames:v", 4, "-f", "apng", folder / "moving.png")
+    ffmpeg("-i", folder / "a.mp4", "-frames:v", 1, folder / "still.png")
+    expected = ["a.mp4", "moving.mp4", "still.png"]
+    assert [Path(job.output).name for job in find_jobs(folder, tmp_path / "one")] == expected
+    pattern = f"{folder}/*"  # the brackets are the folder's own
+    assert [Path(job.output).name for job in find_jobs(pattern, tmp_path / "two")] == expected
+    report = upscale_many(folder, tmp_path / "out", model=IdentityModel(), scale=2)
+    assert [result.status for result in report.files] == [FileStatus.DONE] * 3
+    assert len(times(tmp_path / "out" / "moving.mp4")) == 4
+
+
+def test_a_dry_run_plans_and_does_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    make_clip(folder / "a.mp4", 3)
+    report = upscale_many(folder, tmp_path / "out", model="identity", scale=2, dry_run=True)
+    assert [result.status for result in report.files] == [FileStatus.PLANNED]
+    assert not (tmp_path / "out").exists()

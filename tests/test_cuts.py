@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from media import LOSSLESS, ffmpeg
+from media import LOSSLESS, ffmpeg, make_clip, run_identity
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.stream.cuts import EditList
@@ -220,6 +220,18 @@ def test_bad_edit_lists_are_one_line(tmp_path: Path, text: str, reason: str) -> 
     path.write_text(text)
     with pytest.raises(InputError, match=reason):
         EditList(path)
+
+
+def test_an_edit_list_of_another_program(tmp_path: Path) -> None:
+    """With a byte order mark, lines of Windows, out of order, twice, and beyond the end."""
+    source, cuts = make_clip(tmp_path / "in.mp4", 60), tmp_path / "cuts.txt"
+    cuts.write_bytes(b"\xef\xbb\xbf40\r\n20\r\n\r\n20\r\n0\r\n0:00.8\r\n900\r\n9:00\r\n")
+    report = run_identity(source, tmp_path / "out.mp4", cuts=cuts)
+    assert report.cuts == (20, 40)
+    assert report.warnings == (
+        f"2 of the cuts in {cuts} lie behind the last frame; is it the list of this video?",
+    )
+    assert run_identity(source, tmp_path / "part.mp4", cuts=cuts, frames=30).warnings == ()
 
 
 def test_edit_lists_that_can_not_be_used(tmp_path: Path) -> None:

@@ -137,15 +137,20 @@ def test_a_broken_source_ends_well_and_is_reported(tmp_path: Path) -> None:
     assert np.array_equal(same, pixels(tmp_path / "whole_out.mp4")[5])
 
 
-def test_a_picture_size_that_changes_is_refused(tmp_path: Path) -> None:
+def test_a_picture_size_that_changes_ends_the_output(tmp_path: Path) -> None:
     for name, size in (("a", (36, 64)), ("b", (96, 64))):
         source = make_clip(tmp_path / f"{name}.mp4", 30, size)
         ffmpeg("-i", source, "-c", "copy", "-bsf:v", "h264_mp4toannexb", tmp_path / f"{name}.h264")
     both = tmp_path / "both.h264"
     both.write_bytes((tmp_path / "a.h264").read_bytes() + (tmp_path / "b.h264").read_bytes())
-    with pytest.raises(InputError, match="size changes from 64x36 to 64x96"):
-        run_identity(both, tmp_path / "out.mp4")
-    assert not [p for p in tmp_path.iterdir() if p.name == "out.mp4" or p.suffix == ".part"]
+    report = run_identity(both, tmp_path / "out.mp4")
+    assert report.exit_code == 1
+    assert report.cut_short is not None
+    assert "size changes from 64x36 to 64x96 at 1.2" in report.cut_short
+    assert len(times(tmp_path / "out.mp4")) == report.frames == 30
+    with pytest.raises(InputError, match=r"size changes.*split it"):
+        run_identity(both, tmp_path / "rest.mp4", start=1.5)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".mp4", ".h264"}
 
 
 class Failing(IdentityModel):

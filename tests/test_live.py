@@ -313,6 +313,7 @@ def test_secrets_are_not_shown() -> None:
         ("rtmp://127.0.0.1:9/app/key", "out.mkv", ["--reconnect", "0"], "refused"),
         ("tcp://127.0.0.1:9", "out.mkv", ["--reconnect", "0"], "refused"),
         ("IN", "tcp://127.0.0.1:9", ["--reconnect", "0"], "refused"),
+        ("IN", "tcp://127.0.0.1:9", ["--reconnect", "30"], "refused"),  # the source ends first
         ("IN", "rtmp://127.0.0.1:9/app/key", ["--reconnect", "0"], "refused"),
     ],
 )

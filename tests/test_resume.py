@@ -204,6 +204,29 @@ def test_a_changed_option_or_input_is_refused_in_one_line(
     assert upscale(source, out, model=tiny, resume=True, **OPTIONS).resumed_at > 0
 
 
+@pytest.mark.parametrize("what", ["words", "nothing", "facts", "state", "half a state", "packets", "short"])
+def test_damaged_work_is_one_line(tiny: BlockModel, film: Path, tmp_path: Path, what: str) -> None:
+    out = tmp_path / "out.mp4"
+    with pytest.raises(RuntimeError):
+        upscale(film, out, model=Breaking(tiny, 6, RuntimeError(), out, 53), **OPTIONS)
+    folder = work_folder(out)
+    state, run, log = next(folder.glob("state-*")), folder / "run.json", folder / "packets"
+    {
+        "words": lambda: run.write_text("words"),
+        "nothing": lambda: run.write_bytes(b""),
+        "facts": lambda: run.write_text('{"frames": 3}'),
+        "state": state.unlink,
+        "half a state": lambda: os.truncate(state, state.stat().st_size // 2),
+        "packets": log.unlink,
+        "short": lambda: os.truncate(log, 100),
+    }[what]()
+    with pytest.raises(InputError, match=r"out\.mp4: what an interrupted run kept is damaged; start afresh"):
+        upscale(film, out, model=tiny, resume=True, **OPTIONS)
+    assert left_over(tmp_path) == [folder.name]
+    assert upscale(film, out, model=tiny, overwrite=True, **OPTIONS).frames == 153
+    assert left_over(tmp_path) == ["out.mp4"]
+
+
 def test_kept_work_is_never_thrown_away_unasked(tiny: BlockModel, film: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.mp4"
     break_off(tiny, film, out)

@@ -180,7 +180,7 @@ def test_a_damaged_middle_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     frames, cut_short = read(path)
     assert 90 <= len(frames) <= 100
-    assert cut_short == "1 damaged places were skipped"
+    assert cut_short == "1 damaged place was skipped"
 
 
 def test_index_missing_and_no_decodable_frame(tmp_path: Path) -> None:

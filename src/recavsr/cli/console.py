@@ -69,7 +69,8 @@ class Console:
 
     def event(self, plain: str, **facts: Any) -> None:
         """Say something: `plain`, or with `--json` the facts, which name their `event`."""
-        print(json.dumps(facts) if self.json_lines else plain, file=sys.stderr, flush=True)
+        line = json.dumps(facts) if self.json_lines else plain.replace("\n", " ")  # names may hold one
+        print(line, file=sys.stderr, flush=True)
 
     def progress_line(self, facts: Mapping[str, Any]) -> None:
         """Say how far a job has come."""

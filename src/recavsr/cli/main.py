@@ -105,6 +105,9 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Entry point of the `recavsr` command."""
     signal.signal(signal.SIGTERM, _interrupt)
+    hangup = getattr(signal, "SIGHUP", None)  # the terminal was closed; nohup ignores that
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        signal.signal(hangup, _interrupt)
     # Read when torch is imported. OpenMP threads spin while they wait for one another; where something else
     # wants the cores, shorter spins are up to twice as fast, and cost nothing where nothing does.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")

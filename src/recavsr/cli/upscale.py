@@ -124,7 +124,7 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
     for warning in report.warnings:
         console.say(f"note: {warning}")
     if report.cut_short:
-        console.say(f"done in part: {report.source} ended early ({report.cut_short})")
+        console.say(f"done in part: {report.source}: {report.cut_short}")
     console.result(_summary(report), **_facts(report))
     return report.exit_code
 
@@ -189,6 +189,7 @@ def say_batch(console: Console, target: str, report: BatchReport) -> int:
     from recavsr.stream.batch import FileStatus
 
     counts = {status.value: report.count(status) for status in FileStatus}
+    counts = {name: count for name, count in counts.items() if count or name != FileStatus.PLANNED.value}
     text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     console.result(f"{target}: {text}", output=target, **counts)
     return report.exit_code

@@ -18,7 +18,7 @@ from recavsr.stream.load import load
 from recavsr.stream.step import BlockModel
 from recavsr.video.formats import CONTAINERS
 from recavsr.video.images import WRITABLE_SUFFIXES
-from recavsr.video.source import is_picture, is_video_folder, natural_order, resolve
+from recavsr.video.source import is_picture, is_still, is_video_folder, matches, natural_order, resolve
 
 __all__ = [
     "BatchReport",
@@ -41,6 +41,7 @@ class FileStatus(Enum):
     PARTIAL = "partial"
     SKIPPED = "skipped"
     FAILED = "failed"
+    PLANNED = "planned"  # in a dry run
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def upscale_job(job: Job, **options: Any) -> FileResult:
     except Exception as error:
         return failure(job, error)
     status = FileStatus.PARTIAL if report.truncated else FileStatus.DONE
+    status = FileStatus.PLANNED if report.dry_run else status
     return FileResult(job.source, job.output, status, report.cut_short, report)
 
 
@@ -207,14 +209,21 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    files = [path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir()]
+    files = [path for path in folder.iterdir() if not path.name.startswith(".") and _is_file(path)]
     return sorted(files, key=natural_order)
+
+
+def _is_file(path: Path) -> bool:
+    """Say whether a name in a folder is that of a file, or of one that is missing behind a link.
+
+    Pipes and sockets lie in folders for others: reading them would wait for somebody, or take what is theirs.
+    """
+    return path.is_file() or not path.exists()
 
 
 def _matches(pattern: str) -> list[Path]:
     """Return the files, and the folders of videos, that a pattern finds."""
-    found = [Path(path) for path in glob.glob(pattern, recursive=True)]
-    return sorted((p for p in found if not p.is_dir() or is_video_folder(p)), key=natural_order)
+    return sorted((p for p in matches(pattern) if _is_file(p) or is_video_folder(p)), key=natural_order)
 
 
 def _output_names(sources: list[Path]) -> list[str]:
@@ -244,9 +253,10 @@ def _output_names(sources: list[Path]) -> list[str]:
 def _names_in_folder(sources: list[Path]) -> list[str]:
     names = []
     for source in sources:
-        writable = WRITABLE_SUFFIXES if is_picture(source) else tuple(CONTAINERS)
+        still = is_still(source)
+        writable = WRITABLE_SUFFIXES if still else tuple(CONTAINERS)
         keep = source.suffix.lower() in writable or source.is_dir()
-        names.append(source.name if keep else f"{source.stem}{'.png' if is_picture(source) else '.mp4'}")
+        names.append(source.name if keep else f"{source.stem}{'.png' if still else '.mp4'}")
     count = Counter(names)
     return [
         name if count[name] == 1 or name == source.name else f"{source.name}{Path(name).suffix}"

@@ -163,7 +163,7 @@ class EditList:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise InputError(f"cuts: {path} can't be read ({reason}); give auto, off or a file") from None
@@ -189,6 +189,10 @@ class EditList:
     def entries(self) -> list[int | str]:
         """Return what the list holds, in order."""
         return [*sorted(self.frames), *map(str, self.times)]
+
+    def beyond(self) -> int:
+        """Return how many entries lie behind the last frame that was asked for."""
+        return sum(frame >= self._number for frame in self.frames) + len(self.times) - self._passed
 
     def starts_shot(self, stamp: Stamp, shift: Fraction) -> bool:
         """Say whether the next frame of the source starts a shot; `shift` was added to its time."""

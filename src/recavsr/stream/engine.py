@@ -77,6 +77,13 @@ class Run:
             stamp, self.reader.shift + self.reader.info.origin
         )
 
+    def unused_cuts(self) -> list[str]:
+        """Return a line if the edit list, of a source that was read to its end, names places behind it."""
+        if self.edit_list is None or not self.trim.whole or not self.edit_list.beyond():
+            return []
+        count, path = self.edit_list.beyond(), self.edit_list.path
+        return [f"{count} of the cuts in {path} lie behind the last frame; is it the list of this video?"]
+
     def facts(self, model: BlockModel | None) -> dict[str, Any]:
         """Return all that decides what the output holds, by its name for the user; no model: all but that."""
         options, trim = self.options, self.trim
@@ -265,6 +272,7 @@ def upscale(
                     watch.say("kept", work.kept)
                 raise
             work.finish()
+            notes += run.unused_cuts()
             watch.say("done", timing.frames_passed + timing.frames_written)
             seconds = time.perf_counter() - began
             return _report(

@@ -359,6 +359,7 @@ class _Sending:
         self._opened_at = self._retry_at = -math.inf
         self._ever_confirmed = self._confirmed = False
         self._lost_at: float | None = None
+        self._refused: str | None = None
         self._backoff: Backoff | None = None
         self._warned: set[str] = set()
 
@@ -450,7 +451,7 @@ class _Sending:
                 self._say("dropout", f"drop-out: {shown}: {reason}", side="output", reason=reason)
             elif self._reconnect:
                 self._say("message", f"waiting: {shown}: can't be opened ({reason})")
-        self._confirmed = False
+        self._confirmed, self._refused = False, reason
         if not self._backoff.left:
             if self._ever_confirmed:
                 raise PartialError(f"{shown}: lost, and not back in {self._reconnect:g} s ({reason})")
@@ -459,6 +460,8 @@ class _Sending:
 
     def _close(self) -> None:
         if self._writer is None:
+            if self._refused is not None and not self._ever_confirmed:  # the source ended first
+                raise InputError(f"{self.destination.shown}: can't be opened ({self._refused})")
             return
         try:
             self._writer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -285,6 +286,8 @@ def make_plan(
         target = str(Path(target) / f"{Path(info.source).stem}{suffix}")
     if kind in (OutputKind.VIDEO, OutputKind.PICTURE):
         _refuse_same_file(info.source, target)
+    if kind is OutputKind.PICTURES:
+        _refuse_same_pictures(reader.source.pictures, target)
     container = encoding = None
     warnings = list(reader.warnings)
     copied: list[str] = []
@@ -412,7 +415,7 @@ def _output_kind(info: VideoInfo, target: str) -> tuple[OutputKind, str]:
         return OutputKind.STDOUT, ".y4m"
     path = Path(target)
     suffix = path.suffix.lower()
-    folder = path.is_dir() or target.endswith(("/", os.sep)) or not suffix
+    folder = os.path.isdir(path) or target.endswith(("/", os.sep)) or not suffix
     if info.still:
         if folder:
             return OutputKind.PICTURE, ".png"
@@ -436,3 +439,14 @@ def _output_kind(info: VideoInfo, target: str) -> tuple[OutputKind, str]:
 def _refuse_same_file(source: str, target: str) -> None:
     if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
         raise InputError(f"{target}: is the source itself; choose another output name")
+
+
+def _refuse_same_pictures(pictures: Sequence[Path], target: str) -> None:
+    """Refuse pictures written over those that are read: into their folder under their own names."""
+    pattern = re.fullmatch(r"(.*?)%0?\d*d(.*)", Path(target).name)
+    folder = Path(target).parent if pattern else Path(target)
+    if not pictures or not folder.is_dir() or not os.path.samefile(pictures[0].parent, folder):
+        return
+    written = re.compile(".*" if pattern is None else rf"{re.escape(pattern[1])}\d+{re.escape(pattern[2])}")
+    if any(written.fullmatch(path.name) for path in pictures):
+        raise InputError(f"{target}: holds the source's own pictures; choose another folder or other names")

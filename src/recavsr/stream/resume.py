@@ -41,6 +41,7 @@ except ImportError:  # Windows: two runs of one output at once go unnoticed ther
 CHECKPOINT_SECONDS = 20.0
 
 _EDGE_BYTES = 1 << 20
+_LONGEST_NAME = 255  # bytes, on nearly every file system
 
 
 RUN, SHOTS = "run.json", "shots.json"
@@ -70,9 +71,9 @@ class Work:
         run = None if self.folder is None else self.folder / self._record
         if run is None or not run.exists() or (overwrite and not resume):
             return
-        known = json.loads(run.read_bytes())
+        known = self._read(run)
         if not resume:
-            raise InputError(self._kept_line(known["frames"]))
+            raise InputError(self._kept_line(self._frames_of(known)))
         self._facts = json.loads(json.dumps(facts))
         self._refuse_changes({name: known["facts"].get(name) for name in self._facts})
 
@@ -106,7 +107,8 @@ class Work:
             if not run.exists() or fresh:
                 self._clear()
                 return
-            known = json.loads(run.read_bytes())
+            self.kept = 0  # whatever is there now is not removed
+            known = self._read(run)
         except OSError as error:
             raise write_error(self.folder, error) from None
         self.kept = self._frames_of(known)
@@ -115,17 +117,46 @@ class Work:
         self._refuse_changes(known["facts"])
         self._take_up(known)
 
+    def _read(self, run: Path) -> dict[str, Any]:
+        """Return what is known of the kept run."""
+        try:
+            known = json.loads(run.read_bytes())
+            self._frames_of(known), known["facts"].get
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise self._damaged() from None
+        return known
+
+    def _damaged(self) -> InputError:
+        return InputError(
+            f"{self._output}: what an interrupted run kept is damaged; start afresh with --overwrite"
+        )
+
     def _frames_of(self, known: dict[str, Any]) -> int:
         return known["frames"]
 
     def _take_up(self, known: dict[str, Any]) -> None:
         assert self.folder is not None
-        self.frames, self.log_size = known["frames"], known["log_size"]
-        self._session = self.folder / known["state"]
+        try:
+            self.frames, self.log_size = known["frames"], known["log_size"]
+            self._session = self.folder / known["state"]
+            packets, pictures = self.folder / "packets", self.folder / "pictures"
+            if self.log_size:
+                whole = packets.stat().st_size >= self.log_size
+            else:
+                whole = len(list(pictures.iterdir())) >= self.frames
+        except (KeyError, TypeError, OSError):
+            whole = False
+        if not whole:
+            raise self._damaged()
 
     def session(self, model: BlockModel) -> Session | None:
         """Return the session as it was at the checkpoint, or None at the beginning of a run."""
-        return None if self._session is None else Session.load(self._session, model)
+        if self._session is None:
+            return None
+        try:
+            return Session.load(self._session, model)
+        except (InputError, KeyError, ValueError):
+            raise self._damaged() from None
 
     def save(self, session: Session, frames: int, writer: Writer) -> None:
         """Save a checkpoint after `frames` frames, unless the last one is young."""
@@ -237,7 +268,10 @@ class Work:
 def work_folder(output: Path) -> Path:
     """Return where the work of an output is kept: hidden, beside it."""
     place = Path(os.path.abspath(output))
-    return place.with_name(f".{place.name}.recavsr")
+    name = f".{place.name}.recavsr"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f".{hashlib.sha256(os.fsencode(place.name)).hexdigest()[:32]}.recavsr"
+    return place.with_name(name)
 
 
 def input_identity(source: Source) -> str:

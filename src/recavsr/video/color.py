@@ -81,6 +81,15 @@ class ColorTags:
             matrix = MATRIX_BT709 if height >= 720 or width >= 1280 else MATRIX_BT601
         return replace(self, matrix=matrix, range=self.range or RANGE_LIMITED)
 
+    def or_else(self, other: ColorTags) -> ColorTags:
+        """Return the tags, completed by those of `other` where they say nothing."""
+        return ColorTags(
+            range=self.range or other.range,
+            matrix=other.matrix if self.matrix == UNSPECIFIED else self.matrix,
+            primaries=other.primaries if self.primaries == UNSPECIFIED else self.primaries,
+            transfer=other.transfer if self.transfer == UNSPECIFIED else self.transfer,
+        )
+
     def for_yuv(self) -> ColorTags:
         """Return the tags for writing as Y'CbCr: RGB sources become BT.709, limited range."""
         if self.matrix != MATRIX_RGB:
@@ -140,14 +149,16 @@ def hdr_metadata_of(frame: VideoFrame) -> HdrMetadata | None:
 class ToRgb:
     """Converts decoded frames to RGB arrays [H, W, 3]: uint8, or uint16 (full scale) if `deep`."""
 
-    def __init__(self, tags: ColorTags, *, deep: bool, siting: str | None = None) -> None:
+    def __init__(
+        self, tags: ColorTags, *, deep: bool, siting: str | None = None, source: str = "the video"
+    ) -> None:
         self._tags = tags
         self._sited = None if siting is None else Sited(siting)
         self._format = "rgb48le" if deep else "rgb24"
         self._reformatter = VideoReformatter()
         if tags.matrix != MATRIX_RGB and tags.matrix not in _SWSCALE_MATRIX:
             raise InputError(
-                f"the video uses the colour matrix {tags.matrix_name}, which has no conversion to RGB here; "
+                f"{source}: the colour matrix {tags.matrix_name} has no conversion to RGB here; "
                 "convert it to BT.709 or BT.2020 first"
             )
 

@@ -20,6 +20,8 @@ from recavsr.video.encoders import (
 )
 from recavsr.video.info import VideoInfo
 
+_SMALL = 64  # pixels; encoders have limits below
+
 
 @dataclass(frozen=True)
 class Container:
@@ -126,6 +128,14 @@ def choose_encoding(
     if encoder.library not in av.codecs_available:
         raise InputError(f"this installation of PyAV has no {encoder.library} encoder; choose another codec")
     encoding = _encoding(info, size, encoder, quality, preset)
+    if (
+        min(size) < _SMALL
+        and name != "raw"
+        and not opens(encoder, encoding.pixel_format, size, encoding.options)
+    ):
+        raise InputError(f"{encoder.library} can't encode {size[1]}x{size[0]}; choose h264, or a larger size")
+    if preset is not None and not opens(encoder, encoding.pixel_format, size, encoding.options):
+        raise InputError(f"{encoder.library} has no preset {preset!r}")
     return replace(encoding, warnings=(*warnings, *encoding.warnings))
 
 

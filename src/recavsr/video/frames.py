@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from av.packet import Packet
+from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import VideoFrame
 
 __all__ = [
@@ -107,6 +109,17 @@ class Orientation:
         return np.ascontiguousarray(turned)
 
 
+def _unnamed(cls: type[Enum], value: object) -> Enum:
+    """Make a member for a kind of side data that PyAV has no name for (Exif is one)."""
+    member = object.__new__(cls)
+    member._name_, member._value_ = f"KIND_{value}", value
+    return member
+
+
+# Without it one such kind hides all side data of the frame, and with it the rotation of a camera's picture.
+SideDataType._missing_ = classmethod(_unnamed)  # type: ignore[assignment]
+
+
 def side_data_of(frame: VideoFrame) -> list[tuple[str, bytes]]:
     """Return the frame's side data as (kind, bytes)."""
     container: Any = frame.side_data  # a sequence at run time; PyAV's type hints say a dict
@@ -139,5 +152,6 @@ def alpha_of(frame: VideoFrame, *, deep: bool) -> np.ndarray:
 
 
 def is_opaque(alpha: np.ndarray) -> bool:
-    """Return whether a transparency channel is opaque everywhere."""
-    return int(alpha.min()) == np.iinfo(alpha.dtype).max
+    """Return whether a transparency channel is opaque everywhere, but for what rounding to 8 bits leaves."""
+    most = int(np.iinfo(alpha.dtype).max)
+    return int(alpha.min()) * 255 >= most * 254

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +29,8 @@ from recavsr.video.transfer import SRGB, linear_light
 WRITABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".exr")
 ALPHA_SUFFIXES = (".png", ".tif", ".tiff", ".exr")
 """Pictures that can be transparent."""
+
+_NUMBER = re.compile(r"%0?(\d*)d")
 
 # encoder, pixel format for 8 bits, pixel format for more
 _PICTURE_CODECS = {
@@ -80,7 +82,7 @@ class SequenceReader:
             origin=Fraction(0),
             duration=count / rate,
         )
-        self.warnings: list[str] = list(still.warnings)
+        self.warnings: list[str] = [*still.warnings, *_gaps(source.pictures)]
 
     def __iter__(self) -> Iterator[Frame | Passed | Packet]:
         for number, path in enumerate(self._pictures):
@@ -116,6 +118,17 @@ class SequenceReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         return None
+
+
+def _gaps(pictures: Sequence[Path]) -> list[str]:
+    """Return a line if numbers are missing in the names, which end in numbers and are alike otherwise."""
+    found = [re.fullmatch(r"(.*?)(\d+)", path.stem) for path in pictures]
+    numbers = {int(name[2]) for name in found if name is not None}
+    if None in found or len({name[1] for name in found if name is not None}) > 1:
+        return []
+    missing = max(numbers) - min(numbers) + 1 - len(numbers)
+    between = f"between {pictures[0].name} and {pictures[-1].name}"
+    return [f"{missing} numbers {between} have no picture: the others follow one another"] if missing else []
 
 
 def _open_picture(path: Path) -> VideoReader:
@@ -251,7 +264,7 @@ class SequenceWriter(_PendingPictures):
         transfer: int = SRGB,
     ) -> None:
         self._transfer = transfer
-        number = re.search(r"%0?(\d*)d", target.name)
+        number = _NUMBER.search(target.name)
         self._pattern = target.name if number else None
         goal = target.parent if number else target
         if not number and target.exists() and not target.is_dir():
@@ -267,7 +280,7 @@ class SequenceWriter(_PendingPictures):
     def _taken(self, folder: Path) -> bool:
         if self._pattern is None:
             return any(folder.iterdir())
-        number = re.search(r"%0?(\d*)d", self._pattern)
+        number = _NUMBER.search(self._pattern)
         assert number is not None
         left, right = self._pattern[: number.start()], self._pattern[number.end() :]
         wanted = re.compile(re.escape(left) + r"\d+" + re.escape(right))
@@ -288,7 +301,7 @@ class SequenceWriter(_PendingPictures):
         """Write one picture: under its source's name, or numbered from 1."""
         self._count += 1
         if self._pattern is not None:
-            name = self._pattern % self._count
+            name = _NUMBER.sub(lambda found: f"{self._count:0{found[1] or 0}d}", self._pattern, count=1)
         else:
             name = f"{frame.name or f'frame_{self._count:06d}'}{self._suffix}"
         try:

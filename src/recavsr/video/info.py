@@ -139,6 +139,11 @@ def describe(source: Source, container: InputContainer, stream: VideoStream, fra
         )
     if dolby is not None or any(kind.startswith(("DOVI", "DYNAMIC_HDR")) for kind, _ in side_data_of(frame)):
         warnings.append("dynamic HDR metadata (Dolby Vision, HDR10+) is not kept")
+    kinds = {kind for kind, _ in side_data_of(frame)}
+    if "A53_CC" in kinds:
+        warnings.append("closed captions inside the pictures (CEA-608, CEA-708) are not kept")
+    if "ICC_PROFILE" in kinds:
+        warnings.append("the ICC colour profile is not kept: the colours are taken as untagged")
     origin = Fraction(container.start_time or 0, av.time_base)
     time_base = stream.time_base or 1 / rate
     start = origin if stream.start_time is None else stream.start_time * time_base
@@ -213,7 +218,10 @@ def _siting_of(
 
 
 def _rate_of(stream: VideoStream) -> Fraction:
-    for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
+    average, guessed = stream.average_rate, stream.guessed_rate
+    if average and stream.time_base and guessed and guessed < average == 1 / stream.time_base:
+        average = guessed  # of DV libav takes the clock's ticks for frames
+    for rate in (average, guessed, stream.base_rate):
         if rate and rate > 0:
             return Fraction(rate)
     return DEFAULT_RATE

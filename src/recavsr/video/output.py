@@ -51,10 +51,18 @@ class PendingOutput:
         parent = final.parent
         if not parent.is_dir():
             raise InputError(f"{final}: the folder {parent} does not exist")
+        try:
+            os.lstat(final)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a name that no file can have
+            raise write_error(final, error) from None
         if final.exists() and not overwrite:
             raise InputError(f"{final}: exists already; choose another name or overwrite it")
         if final.is_dir():
             raise InputError(f"{final}: is a folder")
+        if final.exists() and not final.is_file():
+            raise InputError(f"{final}: is a pipe or a device, no file; -o - writes y4m to standard output")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(f"{final}: no permission to write into {parent}")
         self._overwrite = overwrite

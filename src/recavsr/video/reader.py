@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, cast
 
@@ -32,16 +33,22 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from recavsr.errors import InputError
-from recavsr.video.color import ToRgb
+from recavsr.video.color import ColorTags, ToRgb, tags_of
 from recavsr.video.frames import Frame, Passed, Stamp, alpha_of, is_opaque
 from recavsr.video.info import DEFAULT_RATE, VideoInfo, choose_stream, describe
 from recavsr.video.source import CountedInput, Source, SourceKind, open_container, resolve
+from recavsr.video.tiff import is_tiff, pages
 
 # A stream may end this much before the container says so: durations are rounded, last packets short.
 _END_TOLERANCE = Fraction(1, 2)
 # Sound may lie this much later in the file than the picture of the same time.
 _INTERLEAVE_SLACK = Fraction(10)
 _REORDER_DEPTH = 4  # frames; more than any codec that is kept in AVI reorders
+_UNDATED_DEPTH = 64  # frames without a time at the beginning of a file whose other frames have one
+_BROADCAST = ("mpegts", "mpeg")
+_CLOCK_JUMP = Fraction(1, 2)  # seconds back; less is disorder
+_INTERLEAVED = 1  # seconds between neighbours in a broadcast, at most
+_LEAP_PACKETS = 64  # a leap forward that ends after fewer was damage
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,75 @@ def transparent(source: str) -> str:
     )
 
 
+class SizeChange(InputError):
+    """The picture has another size than the first one."""
+
+
+class _JoinedClocks:
+    """Lets the times of a broadcast go on where they jump back: joined recordings, a sender that restarted.
+
+    Behind such a place everything is moved by one offset, so that sound and picture stay as they are to each
+    other. A stream takes the newest offset when its own times jump; what is no picture or sound, at once.
+    """
+
+    def __init__(self) -> None:
+        self.jumps = 0
+        self._offsets = [Fraction(0)]
+        self._place: dict[int, int] = {}  # of each stream among the offsets
+        self._last: dict[int, Fraction] = {}
+        self._ends: dict[int, Fraction] = {}
+        self._leaps: dict[int, tuple[Fraction, int]] = {}
+
+    def move(self, packet: Packet) -> None:
+        """Move a packet's times, in the order of the file."""
+        base, stream = packet.time_base, packet.stream_index
+        if packet.dts is None or packet.stream.type not in ("video", "audio"):
+            self._shift(packet, self._offsets[self._place.get(stream, -1)])
+            return
+        time, length = packet.dts * base, (packet.duration or 0) * base
+        last = self._last.get(stream)
+        place = self._place.get(stream, self.jumps)
+        if last is not None and self._is_damaged(stream, time + self._offsets[place]):
+            last = None
+        elif last is not None and time + self._offsets[place] < last - _CLOCK_JUMP:
+            if place == self.jumps:
+                self._offsets.append(max(self._ends.values()) - time)
+                self.jumps += 1
+            elif time + self._offsets[-1] < self._ends[stream]:
+                self._offsets[-1] = self._ends[stream] - time
+            place = self.jumps
+        self._place[stream] = place
+        self._shift(packet, self._offsets[place])
+        time += self._offsets[place]
+        self._last[stream] = time if last is None else max(last, time)
+        self._ends[stream] = max(self._ends.get(stream, time) if last is not None else time, time + length)
+
+    def _is_damaged(self, stream: int, time: Fraction) -> bool:
+        """Say whether a stream comes back from damaged times: to where it was, or to where others are."""
+        back = time < self._last[stream] - _CLOCK_JUMP
+        place = self._place[stream]
+        others = [
+            last for index, last in self._last.items() if index != stream and self._place[index] == place
+        ]
+        if back and any(abs(time - last) < _INTERLEAVED for last in others):
+            return True
+        before, left = self._leaps.pop(stream, (Fraction(0), 0))
+        if time > self._ends[stream] + _CLOCK_JUMP:
+            before, left = self._last[stream], _LEAP_PACKETS
+        elif left and back and time >= before - _CLOCK_JUMP:
+            return True
+        if left:
+            self._leaps[stream] = before, left - 1
+        return False
+
+    @staticmethod
+    def _shift(packet: Packet, offset: Fraction) -> None:
+        if offset and packet.time_base:
+            ticks = round(offset / packet.time_base)
+            packet.pts = None if packet.pts is None else packet.pts + ticks
+            packet.dts = None if packet.dts is None else packet.dts + ticks
+
+
 class _Clock:
     """Gives every frame a strictly rising time, also where the file gives none."""
 
@@ -175,6 +251,8 @@ class VideoReader:
         self._packet_bytes = 0
         self._last_end = Fraction(0)
         self._demux_error: str | None = None
+        self._joined: _JoinedClocks | None = None
+        self._interlaced_from: Fraction | None = None
         self._waiting_for_data = False
         self.container = self._open()
         try:
@@ -183,13 +261,14 @@ class VideoReader:
             self._decoded = self._decode()
             first = self._first_frame()
             self.info = describe(source, self.container, self._stream, first)
-            self.warnings: list[str] = list(self.info.warnings)
+            self.warnings: list[str] = [*self.info.warnings, *_further_pages(source)]
             self._deinterlace = deinterlace
             if self.info.interlaced and not deinterlace:
                 self.warnings.append(
                     "the video is interlaced and is upscaled as it is; --deinterlace makes full frames"
                 )
-            self._to_rgb = ToRgb(self.info.color_used, deep=self.info.deep, siting=self.info.siting)
+            self._to_rgb = self._converter(self.info.color_used)
+            self._tags = self.info.color
             self._first: VideoFrame | None = first
         except BaseException:
             self.container.close()
@@ -207,7 +286,7 @@ class VideoReader:
 
     def __iter__(self) -> Iterator[Frame | Passed | Packet]:
         window = self._begin()
-        clock = _Clock(self._stream, self._first, self.info.rate) if self._first else None
+        clock: _Clock | None = None
         count = 0
         video_ended = False
         for item in self._items():
@@ -220,7 +299,7 @@ class VideoReader:
                 continue
             if video_ended:
                 continue
-            assert clock is not None
+            clock = clock or _Clock(self._stream, item, self.info.rate)
             stamp = clock.stamp(item)
             if window.before(stamp):
                 continue
@@ -230,8 +309,19 @@ class VideoReader:
                 continue
             if count == 0:
                 self._set_shift(stamp, window)
+            if item.interlaced_frame and self._interlaced_from is None:
+                self._interlaced_from = stamp.time - self.info.origin
             stamp = self._shifted(stamp)
-            yield Passed(stamp) if count < self.passed else self._frame(item, stamp)
+            try:
+                frame = Passed(stamp) if count < self.passed else self._frame(item, stamp)
+            except SizeChange as change:
+                since = float(stamp.time - self.shift - self.info.origin)
+                if count == 0:
+                    raise InputError(f"{self.info.source}: {change} before {since:.2f} s; split it") from None
+                self.cut_short = f"{change} at {since:.2f} s; split the file there to do the rest"
+                self._note(clock)
+                return
+            yield frame
             count += 1
         self._finish(count, clock, video_ended)
 
@@ -261,6 +351,8 @@ class VideoReader:
     def _decode(self) -> Iterator[VideoFrame | Packet]:
         """Yield decoded frames, packets of other streams, and the video's own packets once decoded."""
         demuxer = self.container.demux()
+        broadcast = self.source.kind is SourceKind.FILE and self.container.format.name in _BROADCAST
+        self._joined = _JoinedClocks() if broadcast else None
         while True:
             self._waiting_for_data = True
             try:
@@ -275,6 +367,10 @@ class VideoReader:
             if packet is None:  # what the decoder still holds is good
                 yield from self._decode_packet(None)
                 return
+            if not packet.size and packet.pts is not None:
+                continue  # Theora's "as before"; decoders refuse it
+            if self._joined is not None and packet.stream is not None:
+                self._joined.move(packet)
             if packet.stream is self._stream:
                 yield from self._decode_packet(packet)
             if packet.size and packet.stream is not None:
@@ -301,6 +397,8 @@ class VideoReader:
             frames = itertools.chain([self._first], frames)
         if self.info.container == "avi":
             frames = _times_sorted(frames)
+        elif "matroska" in self.info.container:
+            frames = _times_completed(frames, self.info)
         yield from _deinterlaced(frames) if self._deinterlace else frames
 
     # -- trimming ------------------------------------------------------------------------------------
@@ -310,7 +408,7 @@ class VideoReader:
         info, trim = self.info, self._trim
         if info.duration is not None and trim.start is not None:
             reach = info.start_time - info.origin + info.duration
-            if trim.start >= reach:
+            if trim.start >= reach and info.container not in _BROADCAST:  # their clocks may jump back
                 raise InputError(
                     f"start is {float(trim.start):g} s, but {info.source} ends at {float(reach):.3f} s"
                 )
@@ -323,8 +421,15 @@ class VideoReader:
     def _seek(self, begin: Fraction) -> None:
         """Go to a keyframe before `begin`; where the file can't, read from its beginning."""
         target = begin - Fraction(1, 2)
-        if self._first is None or self._first.pts is None or target <= self.info.start_time:
+        info = self.info
+        if self._first is None or self._first.pts is None or target <= info.start_time:
             return
+        if (
+            info.container in _BROADCAST
+            and info.duration is not None
+            and target > info.start_time + info.duration
+        ):
+            return  # there is no such time in the file: its clock jumps back
         try:
             self.container.seek(math.floor(target / self.info.time_base), stream=self._stream)
             self._decoded = self._decode()
@@ -347,8 +452,10 @@ class VideoReader:
         if window.begin is not None:
             late = stamp.time - window.begin
             self.shift = -(stamp.time if late < Fraction(stamp.duration) * stamp.time_base else window.begin)
-        elif self.info.container in ("mpegts", "mpeg", "rtsp", "hls"):
+        elif self.info.container in (*_BROADCAST, "rtsp", "hls"):
             self.shift = -self.info.origin
+        elif stamp.time < 0:  # not every container can say so, and readers of Matroska can't see it
+            self.shift = -stamp.time
 
     def _shifted(self, stamp: Stamp) -> Stamp:
         return replace(stamp, pts=stamp.pts + round(self.shift / stamp.time_base)) if self.shift else stamp
@@ -376,14 +483,22 @@ class VideoReader:
     # -- pixels --------------------------------------------------------------------------------------
 
     def _frame(self, frame: VideoFrame, stamp: Stamp) -> Frame:
-        if (frame.height, frame.width) != self.info.coded_size:
-            height, width = self.info.coded_size
-            raise InputError(
-                f"{self.info.source}: the picture size changes from {width}x{height} to "
-                f"{frame.width}x{frame.height} in the middle; split the file there"
+        height, width = self.info.coded_size
+        if (frame.height, frame.width) != (height, width):
+            raise SizeChange(
+                f"the picture size changes from {width}x{height} to {frame.width}x{frame.height}"
             )
+        tags = tags_of(frame, None).or_else(self.info.color)
+        if tags != self._tags:
+            used = tags.resolved(width, height, rgb=frame.format.is_rgb or frame.format.has_palette)
+            self._to_rgb = self._converter(used)
+            self._tags = tags
         turn = self.info.orientation.apply
         return Frame(turn(self._to_rgb(frame)), stamp, alpha=self._alpha(frame))
+
+    def _converter(self, tags: ColorTags) -> ToRgb:
+        info = self.info
+        return ToRgb(tags, deep=info.deep, siting=info.siting, source=info.source)
 
     def _alpha(self, frame: VideoFrame) -> np.ndarray | None:
         if not self.info.alpha:
@@ -401,13 +516,32 @@ class VideoReader:
     def _finish(self, count: int, clock: _Clock | None, trimmed_end: bool) -> None:
         if count == 0:
             raise InputError(f"{self.info.source}: there is no frame in the chosen range")
-        if clock is not None and clock.repaired:
-            self.warnings.append(f"{clock.repaired} frames had times out of order and were moved")
+        self._note(clock)
         if trimmed_end:
             if self._bad_packets:
-                self.cut_short = f"{self._bad_packets} damaged places were skipped"
+                self.cut_short = self._damage()
             return
         self.cut_short = self._why_cut_short()
+
+    def _damage(self) -> str:
+        places = (
+            "1 damaged place was" if self._bad_packets == 1 else f"{self._bad_packets} damaged places were"
+        )
+        return f"{places} skipped"
+
+    def _note(self, clock: _Clock | None) -> None:
+        """Warn of what has shown only while reading."""
+        if clock is not None and clock.repaired:
+            self.warnings.append(f"{clock.repaired} frames had times out of order and were moved")
+        if self._joined is not None and self._joined.jumps:
+            self.warnings.append(
+                f"the clock of the file jumps back {self._joined.jumps} times: the output's goes on evenly"
+            )
+        if self._interlaced_from is not None and not self.info.interlaced and not self._deinterlace:
+            self.warnings.append(
+                f"the video is interlaced from {float(self._interlaced_from):.2f} s on and was upscaled "
+                "as it is; --deinterlace makes full frames"
+            )
 
     def _why_cut_short(self) -> str | None:
         """Return why the source ended before its time, or None: errors, missing samples, missing time."""
@@ -423,20 +557,32 @@ class VideoReader:
         counted = "mp4" in info.container and expected > 0 and self._trim.start is None
         if info.duration is not None and not info.still:
             whole = self.container.duration
-            reach = info.origin + (Fraction(whole, av.time_base) if whole else info.duration)
+            length = Fraction(whole, av.time_base) if whole else info.duration
+            # In Matroska some write the time at the end as the length.
+            reach = length + (min(info.origin, Fraction(0)) if "matroska" in info.container else info.origin)
             missing = reach - self._last_end
             if missing > (1 / info.rate if counted and self._video_packets < expected else _END_TOLERANCE):
                 return f"it breaks off {float(missing):.2f} s before its stated end"
         if counted and self._video_packets < expected and self._bad_packets:
             return f"{expected - self._video_packets} of {expected} frames are missing"
         if self._bad_packets:
-            return f"{self._bad_packets} damaged places were skipped"
+            return self._damage()
         return None
+
+
+def _further_pages(source: Source) -> list[str]:
+    """Return a line if a still picture is the first of several in its file."""
+    if source.kind is not SourceKind.STILL or not source.name.lower().endswith((".tif", ".tiff")):
+        return []
+    data = Path(source.name).read_bytes()
+    count = pages(data) if is_tiff(data) else 1
+    return [f"{source.name} has {count} pages: the first one is taken"] if count > 1 else []
 
 
 def _deinterlaced(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame | Packet]:
     """Make full frames (bwdif), one for each frame and at its time; needs one frame of look-ahead."""
     graph: Graph | None = None
+    form: tuple[int, int, str] | None = None
     frames: deque[VideoFrame] = deque()
 
     def finished() -> Iterator[VideoFrame]:
@@ -454,8 +600,13 @@ def _deinterlaced(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame |
         if isinstance(item, Packet):
             yield item
             continue
+        if graph is not None and (item.height, item.width, item.format.name) != form:
+            graph.push(None)
+            yield from finished()
+            graph = None
         if graph is None:
             graph = Graph()
+            form = (item.height, item.width, item.format.name)
             base = item.time_base or Fraction(1, 25)
             source = graph.add_buffer(None, item.width, item.height, item.format, time_base=base)
             graph.link_nodes(
@@ -495,6 +646,25 @@ def _times_sorted(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame |
             yield oldest()
     while frames:
         yield oldest()
+
+
+def _times_completed(items: Iterator[VideoFrame | Packet], info: VideoInfo) -> Iterator[VideoFrame | Packet]:
+    """Date the frames of a Matroska file that lie before zero: libav gives no times for them."""
+    usual = max(1, round(1 / info.rate / info.time_base))
+    undated: list[VideoFrame] = []
+    for item in items:
+        if isinstance(item, Packet):
+            yield item
+            continue
+        if item.pts is None and len(undated) < _UNDATED_DEPTH:
+            undated.append(item)
+            continue
+        for steps, frame in enumerate(reversed(undated), 1):
+            frame.pts = None if item.pts is None else item.pts - steps * usual
+        yield from (*undated, item)
+        undated.clear()
+        yield from items
+    yield from undated
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import av.error
 from av.container import InputContainer
 
 from recavsr.errors import InputError
+from recavsr.video.tiff import is_tiff, jpeg_inside
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 # fmt: off
@@ -61,6 +62,9 @@ class CountedInput:
         """Say whether the input held something else than its header and `frames` frames."""
         header = self._head.find(b"\n") + 1
         return self.bytes_read != header + frames * (frame_bytes + len(b"FRAME\n"))
+
+
+_PNG_HEAD = 1 << 16
 
 
 class SourceKind(Enum):
@@ -112,14 +116,41 @@ def resolve(source: str | os.PathLike[str]) -> Source:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         return Source(SourceKind.URL, name)
     path = Path(name)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return _pattern(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: can't be read ({getattr(error, 'strerror', None) or error})") from None
     if is_video_folder(path):
         raise InputError(f"{name}: a folder of videos; name one file in it, or upscale the whole folder")
     if path.is_dir():
         return Source(SourceKind.SEQUENCE, name, _pictures_in(path))
     if not path.exists():
-        return _pattern(path)
+        raise InputError(f"{name}: a link to a file that does not exist")
     _check_readable(path)
-    return Source(SourceKind.STILL if is_picture(path) else SourceKind.FILE, name)
+    return Source(SourceKind.STILL if is_still(path) else SourceKind.FILE, name)
+
+
+def is_still(path: Path) -> bool:
+    """Return whether the name ends like a picture file, and it is no animated PNG."""
+    if path.suffix.lower() != ".png" or not path.is_file():
+        return is_picture(path)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_PNG_HEAD)
+    except OSError:
+        return True
+    return b"acTL" not in head.partition(b"IDAT")[0]  # the chunk of animation comes before the picture
+
+
+def matches(pattern: str) -> list[Path]:
+    """Return what a pattern finds; folders that are there are taken by their names, brackets and all."""
+    folder, rest = Path(Path(pattern).anchor), list(Path(pattern).relative_to(Path(pattern).anchor).parts)
+    while len(rest) > 1 and (folder / rest[0]).is_dir():
+        folder /= rest.pop(0)
+    place = os.path.join(glob.escape(str(folder)), *rest)
+    return [Path(path) for path in glob.glob(place, recursive=True)]
 
 
 def _pictures_in(folder: Path) -> tuple[Path, ...]:
@@ -135,8 +166,6 @@ def _pictures_in(folder: Path) -> tuple[Path, ...]:
 def _pattern(path: Path) -> Source:
     """Resolve `frame_%04d.png` or `*.png`; anything else is a file that does not exist."""
     name = str(path)
-    if path.is_symlink():
-        raise InputError(f"{name}: a link to a file that does not exist")
     number = re.search(r"%0?(\d*)d", path.name)
     if number:
         left, right = path.name[: number.start()], path.name[number.end() :]
@@ -144,7 +173,7 @@ def _pattern(path: Path) -> Source:
         folder = path.parent
         found = [p for p in folder.iterdir() if numbered.fullmatch(p.name)] if folder.is_dir() else []
     elif any(mark in path.name for mark in "*?["):
-        found = [Path(p) for p in glob.glob(name)]
+        found = matches(name)
     else:
         raise InputError(f"{name}: no such file")
     found = [p for p in found if is_picture(p)]
@@ -171,9 +200,14 @@ def open_container(source: Source) -> InputContainer:
             return av.open(source.name, metadata_errors="replace", timeout=(30.0, 30.0))
         if source.kind is SourceKind.STILL:
             # From memory: by name, "%03d" would be taken as a numbered sequence.
-            return av.open(io.BytesIO(Path(source.name).read_bytes()), "r", metadata_errors="replace")
+            data = Path(source.name).read_bytes()
+            if is_tiff(data) and jpeg_inside(data):
+                raise InputError(f"{source.name}: JPEG inside TIFF can't be decoded here; convert it to PNG")
+            return av.open(io.BytesIO(data), "r", metadata_errors="replace")
         if Path(source.name).suffix.lower() == ".y4m":
             return _open_y4m(io.FileIO(source.name))
+        if Path(source.name).is_fifo():  # libav's own waiting for a writer can't be interrupted
+            return av.open(io.FileIO(source.name), "r", metadata_errors="replace")
         container = av.open(f"file:{source.name}", metadata_errors="replace")
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(_why_not(source, error)) from None

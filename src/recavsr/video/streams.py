@@ -7,22 +7,25 @@ can't hold is named.
 from __future__ import annotations
 
 import io
-from collections import deque
+import re
+from collections import Counter, deque
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
 
 import av
 import av.error
+from av.audio.codeccontext import AudioCodecContext
 from av.container import InputContainer, OutputContainer
 from av.packet import Packet
 from av.stream import Stream
 from av.subtitles.stream import SubtitleStream
 
-from recavsr.video.formats import Container
+from recavsr.video.formats import CONTAINERS, Container
 from recavsr.video.info import StreamInfo, VideoInfo
 
 _PICTURE_TYPES = {"mjpeg": ("cover.jpg", "image/jpeg"), "png": ("cover.png", "image/png")}
+_USUAL_LAYOUTS = {1: "mono", 2: "stereo", 3: "2.1", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
 _TEXT_SUBTITLES = frozenset({"ass", "mov_text", "srt", "ssa", "subrip", "text", "webvtt"})
 
 # Written by the muxer or true of the old file only.
@@ -52,11 +55,12 @@ def kept_tags(tags: dict[str, str]) -> dict[str, str]:
 
 
 def can_hold(container: Container, template: Stream) -> bool:
-    """Say whether the format takes a copy of this stream, by writing a header into memory."""
+    """Say whether the format takes a copy of this stream, by writing an empty file into memory."""
     try:
         with av.open(io.BytesIO(), "w", format=container.muxer) as trial:
             _add_copy(trial, template)
             trial.start_encoding()
+            trial.close()
     except (av.error.FFmpegError, ValueError, TypeError):
         return False
     return True
@@ -84,14 +88,29 @@ def plan_streams(info: VideoInfo, source: InputContainer, container: Container) 
             copied.append(stream.index)
         elif container.subtitles and stream.kind == "subtitle" and stream.codec in _TEXT_SUBTITLES:
             converted.append(stream.index)
-        else:
-            lost.append(_why_lost(stream, container))
+        elif not _lives_on(stream, template, info, container):
+            lost.append(_why_lost(stream, template, container))
     return StreamPlan(tuple(copied), tuple(converted), tuple(attached), tuple(lost))
 
 
-def _why_lost(stream: StreamInfo, container: Container) -> str:
+def _lives_on(stream: StreamInfo, template: Stream, info: VideoInfo, container: Container) -> bool:
+    """Say whether a data track is written anew: MP4 has its chapters in one, its timecode in another."""
+    if stream.kind != "data":
+        return False
+    if "timecode" not in template.metadata:
+        in_mp4 = "mp4" in info.container and container.chapters
+        return in_mp4 and 0 < len(info.chapters) == getattr(template, "frames", 0)
+    # Of drop-frame timecode its muxer makes a track at these rates alone.
+    dropping = ";" in template.metadata["timecode"] and container.muxer in ("mp4", "mov")
+    return container.times and (not dropping or info.rate in (Fraction(30000, 1001), Fraction(60000, 1001)))
+
+
+def _why_lost(stream: StreamInfo, template: Stream, container: Container) -> str:
     if stream.kind in ("audio", "subtitle", "attachment") or stream.cover_art:
-        hint = "" if container.suffix == ".mkv" else "; .mkv can"
+        matroska = CONTAINERS[".mkv"]
+        attachable = stream.cover_art and stream.codec in _PICTURE_TYPES
+        elsewhere = container != matroska and (attachable or can_hold(matroska, template))
+        hint = "; .mkv can" if elsewhere else ""
         return f"{container.suffix} can't hold {stream}, it is left out{hint}"
     if stream.kind == "video":
         return f"{stream} is left out: one video stream is upscaled"
@@ -100,6 +119,10 @@ def _why_lost(stream: StreamInfo, container: Container) -> str:
 
 def _add_copy(output: OutputContainer, template: Stream) -> Stream:
     copy = output.add_stream_from_template(template, opaque=True)
+    context = copy.codec_context
+    if isinstance(context, AudioCodecContext) and context.layout.name == f"{context.channels} channels":
+        # Not every format can say how many there are without saying where they stand.
+        context.layout = _USUAL_LAYOUTS.get(context.channels, context.layout)
     copy.metadata.update(kept_tags(dict(template.metadata)))
     copy.disposition = template.disposition
     return copy
@@ -146,6 +169,23 @@ def shifted_chapters(
     return moved
 
 
+def later_timecode(tags: dict[str, str], frames: int, rate: Fraction) -> dict[str, str]:
+    """Return tags whose `timecode` (HH:MM:SS:FF, or ;FF with dropped numbers) is some frames later."""
+    found = re.fullmatch(r"(\d+):(\d+):(\d+)([:;.])(\d+)", tags.get("timecode", ""))
+    if found is None or frames < 1:
+        return tags
+    each = round(rate)
+    dropped = each // 15 if found[4] != ":" else 0  # numbers a minute, but for every tenth
+    minutes = 60 * int(found[1]) + int(found[2])
+    number = (60 * minutes + int(found[3])) * each + int(found[5]) - dropped * (minutes - minutes // 10)
+    number = (number + frames) % (24 * 6 * (600 * each - 9 * dropped))
+    tens, rest = divmod(number, 600 * each - 9 * dropped)
+    number += dropped * (9 * tens + max(0, rest - dropped) // (60 * each - dropped)) if dropped else 0
+    seconds, frame = divmod(number, each)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return tags | {"timecode": f"{hours:02d}:{minutes:02d}:{seconds % 60:02d}{found[4]}{frame:02d}"}
+
+
 class StreamCopier:
     """Copies, or converts, the packets of the other streams into the output, in step with the picture."""
 
@@ -154,6 +194,9 @@ class StreamCopier:
         self._copies: dict[int, Stream] = {}
         self._converters: dict[int, _Subtitles] = {}
         self._waiting: deque[tuple[Fraction, Packet]] = deque()
+        self._last: dict[int, int] = {}  # decoding time of each stream's last packet, in its own units
+        self._moved: Counter[str] = Counter()
+        self._damaged: Counter[str] = Counter()
 
     def add(self, template: Stream) -> None:
         """Create the copy of a stream (before the first packet)."""
@@ -199,10 +242,36 @@ class StreamCopier:
         later: deque[tuple[Fraction, Packet]] = deque()
         for time, packet in self._waiting:
             if until is None or time < until:
-                self._output.mux(packet)
+                self._mux(packet)
             else:
                 later.append((time, packet))
         self._waiting = later
+
+    def _mux(self, packet: Packet) -> None:
+        """Write a packet. Times that do not rise are moved; what the format can't take is left out."""
+        stream = packet.stream
+        name = f"{stream.type} {stream.index}"
+        if packet.dts is not None:
+            packet.pts = packet.dts if packet.pts is None else packet.pts
+            dts = round(packet.dts * packet.time_base / stream.time_base)
+            last = self._last.get(stream.index)
+            if last is not None and dts <= last and stream.type == "audio":
+                packet.pts = max(round(packet.pts * packet.time_base / stream.time_base), last + 1)
+                packet.dts, packet.time_base = last + 1, stream.time_base
+                if dts < last:
+                    self._moved[name] += 1
+                dts = last + 1
+            self._last[stream.index] = dts
+        try:
+            self._output.mux(packet)
+        except av.error.InvalidDataError:
+            self._damaged[name] += 1
+
+    def warnings(self) -> list[str]:
+        """Return a line for each stream with packets that were moved or left out."""
+        moved = [f"{count} packets of {name} had times out of order" for name, count in self._moved.items()]
+        damaged = [f"{count} damaged packets of {name} are left out" for name, count in self._damaged.items()]
+        return [*moved, *damaged]
 
     def drop_rest(self) -> None:
         """Forget the packets that come after the end of a trimmed picture."""

@@ -30,7 +30,14 @@ from recavsr.video.info import VideoInfo
 from recavsr.video.output import PendingOutput, write_error
 from recavsr.video.packet_log import PacketLog
 from recavsr.video.reader import Reader
-from recavsr.video.streams import StreamCopier, StreamPlan, kept_tags, plan_streams, shifted_chapters
+from recavsr.video.streams import (
+    StreamCopier,
+    StreamPlan,
+    kept_tags,
+    later_timecode,
+    plan_streams,
+    shifted_chapters,
+)
 
 
 class Writer(Protocol):
@@ -249,6 +256,7 @@ class VideoWriter:
         try:
             self._copier.release(self._reader.end)
             self._copier.drop_rest()
+            self.warnings += self._copier.warnings()
             self._output.close()
         except (av.error.FFmpegError, OSError) as error:
             raise write_error(self._name, error) from None
@@ -315,7 +323,7 @@ class VideoWriter:
             else:
                 assert container.subtitles is not None
                 self._copier.convert(template, container.subtitles)
-        output.metadata.update(kept_tags(reader.info.metadata))
+        output.metadata.update(self._tags(reader.info.metadata))
         self._set_chapters(output)
         self._output = output
         output.start_encoding()
@@ -330,8 +338,14 @@ class VideoWriter:
         )
         stream = cast(VideoStream, added)
         self._encoder.adopt(stream.codec_context, first)
-        stream.metadata.update(kept_tags(info.video_metadata))
+        stream.metadata.update(self._tags(info.video_metadata))
         return stream
+
+    def _tags(self, tags: dict[str, str]) -> dict[str, str]:
+        """Return the tags for the new file; the timecode is that of its first frame."""
+        info, shift = self._reader.info, self._reader.shift
+        skipped = round((-shift - info.start_time) * info.rate) if shift < 0 else 0
+        return later_timecode(kept_tags(tags), skipped, info.rate)
 
     def _set_chapters(self, output: OutputContainer) -> None:
         reader = self._reader
