@@ -69,7 +69,7 @@ class CudaCapture:
         """Record `work`; where it does something that can not be recorded, raise what was wrong first."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        if not self._graphs:  # none may join a pool whose graphs are all gone
+        if self._pool is None or not self._graphs:  # none may join a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         kept = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
         if torch.cuda.mem_get_info(index)[0] < kept:
@@ -105,10 +105,13 @@ class CudaCapture:
     def _end(self, graph: torch.cuda.CUDAGraph, index: int) -> None:
         try:
             graph.capture_end()
-        except RuntimeError:  # it then leaves the allocator as if it still recorded
+        except RuntimeError:  # it then leaves the allocators as if they still recorded
             for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
                 with suppress(RuntimeError):
                     undo(index, self._pool)
+            # That of page-locked memory can not be told: it refuses this pool from now on, and a recording
+            # that is refused marks the random numbers after all.
+            self._pool = None
             raise
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, index: int) -> None:
