@@ -78,7 +78,7 @@ def peaks(device: torch.device) -> dict[str, float]:
 
 def measured(model: ReCaVSR, size: tuple[int, int]) -> dict[str, Any]:
     """Return speed and memory of the model alone, and memory of a whole session."""
-    row, _ = measure_stream(model, whole(model), size, 45)
+    row = measure_stream(model, whole(model), size, 45)[0]  # not the state: it would lie beside the session's
     result = {"steady_fps": row["steady_fps"], "block_ms": row["block_ms"], "model": peaks(model.device)}
     small = (size[0] // 4, size[1] // 4)
     state = model.start(*size)
