@@ -239,7 +239,7 @@ def _steady(stage: Stage) -> Stage:
 
     Both blur a little; the weight of structure is there to hold against it.
     """
-    return replace(stage, still_weight=6.0, still_softness=0.02, border_weight=0.5, structure_weight=0.1)
+    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=1.0, structure_weight=0.3)
 
 
 def autoencoder_stage() -> Stage:
@@ -262,7 +262,7 @@ def teacher_stage() -> Stage:
 
 def joint_stage() -> Stage:
     """Generator and decoder together by RGB losses through self-rollout over 6 + 4 x 2 latents."""
-    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4), hard_lr_share=0.25))
+    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4), hard_lr_share=0.4))
 
 
 def polish_stage() -> Stage:

@@ -67,8 +67,8 @@ SECONDS = {
 SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 
 
-NANO_PAIRS = PairSettings(frames=53)
-"""Clips of 14 latents: 6 + 4 x 2."""
+NANO_PAIRS = PairSettings(frames=53, still_fraction=0.35)
+"""Clips of 14 latents: 6 + 4 x 2. Of those from photos a third stand still: where pulses and flicker show."""
 
 OpenNano = Callable[[Setup], NanoTraining]
 """Makes the networks that a stage trains, on any device."""
