@@ -192,6 +192,8 @@ def test_memory_sizes(text: str | int, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="like 8GB"):
         parse_memory(text)
+    with pytest.raises(InputError, match="like 8GB"):
+        load("identity", device="cpu", memory=text)
 
 
 # --------------------------------------------------------------------------------------------- in use

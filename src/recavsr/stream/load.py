@@ -152,6 +152,7 @@ def load(
     what each of them is given. Raises InputError where the model can not be found or does not fit.
     """
     devices = [resolve_device(part.strip()) for part in str(device).split(",")]
+    memory = None if memory is None else parse_memory(memory)
     if len(devices) > 1:
         return open_shared(
             "recavsr.stream.load:load",
@@ -197,7 +198,7 @@ def _resident_layers(
     decoder: DecoderConfig,
     out_size: tuple[int, int],
     blocks: BlockPlan,
-    memory: int | str,
+    budget: int,
     prompt_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -207,7 +208,6 @@ def _resident_layers(
     """Plan for a budget of memory, tell the plan, return which layers stay (None: all of them)."""
     size = padded_size(*out_size, config.token_stride)
     weight = dtype.itemsize if make is None else 1
-    budget = parse_memory(memory)
     sizes = (config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
     plan = plan_memory(*sizes, kernels=kernels_on(device, dtype))
     if tell is not None:
@@ -249,7 +249,8 @@ def random_model(
     prompt = torch.randn(1, prompt_tokens, config.text_width, device=target)
     make, resident = linear_layers(precision, target), None
     if memory is not None:
-        sizes = (config, decoder_config, out_size, BlockPlan(), memory, prompt_tokens, target)
+        budget = parse_memory(memory)
+        sizes = (config, decoder_config, out_size, BlockPlan(), budget, prompt_tokens, target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:
