@@ -311,6 +311,8 @@ def source_alone(folder: Path, size: tuple[int, int], rate: int) -> dict[str, fl
 
 def main(given: list[str] | None = None) -> None:
     """Parse the command line, run, print and store the row."""
+    # A shell's background jobs ignore interrupts, and what they start would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300, help="of source, drop-outs apart")
     parser.add_argument("--away", type=float, nargs="*", default=list(_AWAY_SECONDS), help="drop-outs, in s")
