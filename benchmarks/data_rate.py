@@ -86,6 +86,20 @@ def with_workers(pairs: StreamedPairs, frames: int, count: int, workers: int) ->
     return rate
 
 
+def on_processor(pairs: StreamedPairs, frames: int, seconds: float, workers: int) -> dict[str, Any]:
+    """Return core seconds a clip, and clips a second by worker processes."""
+    cpu, count = one_process(pairs, frames, seconds)
+    rate = with_workers(pairs, frames, max(count, workers), workers)
+    return {
+        "degraded": pairs.degrade,
+        "cpu_s_a_clip": round(cpu, 3),
+        "clips_measured": count,
+        "workers": workers,
+        "clips_a_second": round(rate, 3),
+        "load_of_the_machine": round(os.getloadavg()[0], 1),
+    }
+
+
 def on_device(pairs: StreamedPairs, frames: int, device: torch.device, count: int = 4) -> dict[str, Any]:
     """Return seconds a clip that a device takes to degrade clips that lie on it, and its peak memory."""
     clips = [pairs[number, frames].hq.to(device) for number in range(count)]
@@ -124,35 +138,20 @@ def main() -> None:
             draw_files(data)
             index_folders(data / "videos", data / "photos", shots="builtin").save(data)
         stream = ClipStream.open(data, cache=Path(work))
-        for case, degrade in itertools.product(options.cases, (False, True)):
+        by_workers = (False, True) if options.device is None else (False,)  # degraded by them or not
+        for case, degrade in itertools.product(options.cases, by_workers):
             settings, frames = CASES[case]
-            if options.device and degrade:
-                continue
             pairs = StreamedPairs(stream, settings, seed=0, degrade=degrade)
-            if options.device:
-                size = "x".join(map(str, (frames, *np.broadcast_to(settings.size, 2).tolist())))
-                rows.append({"case": case, "size": size})
-                rows[-1] |= on_device(pairs, frames, torch.device(options.device))
-                write(rows, options.output, options.device)
-                continue
-            cpu, count = one_process(pairs, frames, options.seconds)
-            rate = with_workers(pairs, frames, max(count, options.workers), options.workers)
-            rows.append(
-                {
-                    "case": case,
-                    "size": "x".join(map(str, (frames, *np.broadcast_to(settings.size, 2).tolist()))),
-                    "degraded": degrade,
-                    "cpu_s_a_clip": round(cpu, 3),
-                    "clips_measured": count,
-                    "workers": options.workers,
-                    "clips_a_second": round(rate, 3),
-                    "load_of_the_machine": round(os.getloadavg()[0], 1),
-                }
-            )
-            write(rows, options.output)
+            if options.device is None:
+                found = on_processor(pairs, frames, options.seconds, options.workers)
+            else:
+                found = on_device(pairs, frames, torch.device(options.device))
+            size = "x".join(map(str, (frames, *np.broadcast_to(settings.size, 2).tolist())))
+            rows.append({"case": case, "size": size, **found})
+            write(rows, options.output, options.device or "cpu")
 
 
-def write(rows: list[dict[str, Any]], output: Path | None, device: str = "cpu") -> None:
+def write(rows: list[dict[str, Any]], output: Path | None, device: str) -> None:
     """Print the newest row, and write all of them into the result file if one is named."""
     print(json.dumps(rows[-1]), flush=True)
     if output is not None:

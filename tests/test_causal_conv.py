@@ -236,6 +236,14 @@ def test_packed_copies_bit_for_bit(dtype: torch.dtype, first: int) -> None:
     assert torch.equal(copy.view(torch.uint8), scattered.contiguous().view(torch.uint8))
 
 
+def test_packed_copies_can_be_compiled() -> None:
+    """Where a tensor lies in memory a compiler can not see: training compiles layers that copy so."""
+    compiled = torch.compile(packed, fullgraph=True, backend="eager")
+    scattered = torch.randn(6, 4, 8).transpose(0, 1)
+    assert torch.equal(compiled(scattered), scattered)
+    assert compiled(scattered).is_contiguous()
+
+
 def test_frames_written_behind_their_history_are_convolved_as_ever(
     projector: LRProjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,13 +68,18 @@ def packed(x: Tensor) -> Tensor:
 
     A card copies what lies scattered number by number: four times as many of bfloat16 as of words.
     """
-    if torch.compiler.is_compiling() or x.is_contiguous() or x.requires_grad or not _in_words(x):
+    if x.is_contiguous() or x.requires_grad or not _in_words(x):
         return x.contiguous()
     return x.view(torch.int64).contiguous().view(x.dtype)
 
 
 def _in_words(x: Tensor) -> bool:
-    """Return whether the last dimension of `x` lies in memory as whole words of eight bytes."""
+    """Return whether the last dimension of `x` lies in memory as whole words of eight bytes.
+
+    A compiler, which can not know, makes its own copies.
+    """
+    if torch.compiler.is_compiling():
+        return False
     places = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
     return x.stride(-1) == 1 and not any(place * x.element_size() % 8 for place in places)
 
@@ -82,7 +87,7 @@ def _in_words(x: Tensor) -> bool:
 def copy_packed(target: Tensor, source: Tensor) -> None:
     """Copy as `Tensor.copy_` does, in words of eight bytes where the memory of both allows."""
     same = target.dtype == source.dtype and target.shape == source.shape
-    if not torch.compiler.is_compiling() and same and _in_words(target) and _in_words(source):
+    if same and _in_words(target) and _in_words(source):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
 
