@@ -243,6 +243,27 @@ def test_the_losses_are_the_papers() -> None:
     assert {"margin_global", "margin_spatial", "margin_temporal"} <= set(of_d)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_hard_lr_frames_are_for_the_decoder_alone(share: float) -> None:
+    objective = stage2(replace(SETTINGS, train_decoder=True, hard_lr_share=share))
+    generator, decode, batch = objective.model.generator, objective.decode, pairs()
+    given: dict[str, list[Tensor]] = {"generator": [], "decoder": []}
+    step = generator.step
+
+    def see_step(state: Any, condition: Any, noise: Tensor, lr: Tensor) -> Any:
+        given["generator"].append(lr)
+        return step(state, condition, noise, lr)
+
+    def see_decode(blocks: list[Tensor], lr: Tensor, plan: BlockPlan) -> Tensor:
+        given["decoder"].append(lr)
+        return decode(blocks, lr, plan)
+
+    generator.step, objective.decode = see_step, see_decode
+    list(objective.updates(batch))
+    assert torch.equal(torch.cat(given["generator"], dim=2), batch.lr)
+    assert torch.equal(given["decoder"][0], batch.lr) == (share == 0.0)
+
+
 def test_real_and_generated_clips_share_all_but_the_latents() -> None:
     """A perfect generator can not be told from the truth: RSGAN is log 2 for both players."""
     objective = stage2()
@@ -327,6 +348,9 @@ def test_settings_are_checked() -> None:
     bare = Stage2Model(model.generator, model.prompt, model.discriminator)
     with pytest.raises(InputError, match="train the decoder along"):
         Stage2Objective(bare, encode, lambda *_: _[1], distance, replace(SETTINGS, train_decoder=True))
+    hard = replace(SETTINGS, hard_lr_share=0.1)
+    with pytest.raises(InputError, match="set train_decoder, or 0"):
+        Stage2Objective(model, encode, partial(decode_blocks, model.decoder), distance, hard)
 
 
 def test_the_papers_numbers() -> None:

@@ -25,6 +25,7 @@ from recavsr.training.adversarial import (
     feature_r1,
     generator_loss,
 )
+from recavsr.training.decoder_stage import with_hard_share
 from recavsr.training.discriminator import MSQDiscriminator, Supports, frozen
 from recavsr.training.losses import FrameLosses, PerceptualDistance
 from recavsr.training.objective import Batch, BatchSettings, Losses, OptimizerSettings, Player
@@ -60,6 +61,8 @@ class Stage2Settings:
     """Most that the adversarial gradient may have of the reconstruction's (not in the paper)."""
     train_decoder: bool = False
     """Train the decoder along with the generator (the paper's is frozen)."""
+    hard_lr_share: float = 0.0
+    """Clips whose LR is blurred away before a trained decoder, so that latents matter (not in the paper)."""
     checkpoint: bool = False
     """Recompute blocks and perceptual features in the backward pass: less memory, more time."""
 
@@ -136,6 +139,8 @@ class Stage2Objective:
         settings.frames.check(distance)
         if settings.train_decoder and model.decoder is None:
             raise InputError("Stage 2 is to train the decoder along, but is given none")
+        if settings.hard_lr_share and not settings.train_decoder:
+            raise InputError("hard_lr_share is for a decoder that is trained along: set train_decoder, or 0")
         self.model, self.settings, self.batches = model, settings, settings.batches
         self.encode, self.decode, self.distance = encode, decode, distance
         generator = trained_parameters(model.generator, model.prompt)
@@ -227,7 +232,8 @@ class Stage2Objective:
         This decodes a whole clip at once; see `vae_losses` for a decoder too large for that.
         """
         settings = self.settings
-        frames = self.decode(split_blocks(latents, plan), batch.lr, plan)
+        lr, _ = with_hard_share(batch.lr, settings.hard_lr_share)
+        frames = self.decode(split_blocks(latents, plan), lr, plan)
         return settings.frames(frames, batch.hq, batch.lr, self.distance, checkpoint=settings.checkpoint)
 
 
