@@ -324,22 +324,6 @@ def test_weights_of_another_schedule_are_refused(debug_run: Path) -> None:
             other.load(debug_run / name)
 
 
-def test_single_stages_run_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[tuple] = []
-    monkeypatch.setattr(recipes, "run_recipe", lambda *given: called.append(given))
-    arguments = "autoencoder joint --pack P --out RUN --seconds 30 40 --batch 3 --start S --compile joint"
-    recipes.main([*arguments.split(), "--device", "cpu"])
-    ((recipe, options, _),) = called
-    lengths = {stage.name: stage.run.seconds for stage in recipe.stages}
-    assert lengths == {"autoencoder": 30, "joint": 40}
-    assert {stage.settings["batch"] for stage in recipe.stages} == {3}
-    assert (options.data, options.out, options.start) == (Path("P"), Path("RUN"), Path("S"))
-    assert options.compiled == {"joint"}
-    assert not options.resume
-    with pytest.raises(SystemExit):
-        recipes.main(["joint", "polish", "--pack", "P", "--out", "RUN", "--seconds", "30"])
-
-
 @pytest.mark.shared
 def test_losses_fall_on_real_data(shared: Path, tmp_path: Path) -> None:
     recipe = recipes.nano_debug()

@@ -1,16 +1,12 @@
 """Recipes: named functions that return what to train, and nano's stages one by one.
 
-`recavsr train NAME --data FOLDER --out RUN` runs a whole recipe. This module runs single stages:
-
-    python -m recavsr.training.recipes autoencoder --pack PACK --out RUN --seconds 300
-
-Each stage reads the weights that the stage before left in RUN and writes its own there, so stages
-can run in separate calls. The data alone rebuilds everything (docs/training-log.md says what ran).
+`recavsr train NAME --data FOLDER --out RUN` runs a whole recipe, with `--stage` some of its stages. Each
+reads the weights that the stage before left in RUN and writes its own there. The data alone rebuilds
+everything (docs/training-log.md says what ran).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,10 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-import torch
-
 from recavsr.data.pool import PairSettings
-from recavsr.errors import run_module
 from recavsr.training.batches import BatchSource
 from recavsr.training.decoder_stage import DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig
@@ -50,7 +43,7 @@ from recavsr.training.paper import (
     paper_5b_stage2,
     paper_debug,
 )
-from recavsr.training.runner import Recipe, RecipeStage, RunOptions, Setup, about, run_recipe
+from recavsr.training.runner import Recipe, RecipeStage, Setup, about
 from recavsr.training.stage1 import FixedScope, RouteLearning
 from recavsr.training.stage2 import Stage2Settings
 
@@ -268,53 +261,3 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     )
 }
 """What `recavsr train NAME` knows."""
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run stages from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("stages", nargs="+", choices=list(STAGES), help="stages, in the order to run them")
-    parser.add_argument("--pack", type=Path, required=True, help="packed training data")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--seconds", type=float, nargs="*", help="time of each stage")
-    parser.add_argument("--batch", type=int, help="clips a step")
-    parser.add_argument("--steps", type=int, help="most steps a stage")
-    parser.add_argument("--start", type=Path, help="weights to start the first stage from")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted call")
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--fill", type=int, default=512, help="records to wait for before training")
-    parser.add_argument("--lpips", type=Path, help="LPIPS weights (file or folder)")
-    parser.add_argument("--compile", nargs="*", choices=list(STAGES), default=[], help="stages to compile")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.seconds and len(options.seconds) != len(options.stages):
-        parser.error(f"{len(options.stages)} stages need as many --seconds")
-    device = torch.device(options.device)
-    stages = []
-    for index, name in enumerate(options.stages):
-        made = nano_stage(name)
-        seconds = options.seconds[index] if options.seconds else made.run.seconds
-        run = replace(made.run, seconds=seconds, steps=options.steps)
-        stage = STAGES[name]()
-        stages.append(nano_stage(name, run, replace(stage, batch=options.batch or stage.batch)))
-    run_recipe(
-        Recipe("nano's stages", tuple(stages), NANO_PAIRS),
-        RunOptions(
-            options.out,
-            options.pack,
-            device,
-            resume=options.resume,
-            seed=options.seed,
-            start=options.start,
-            workers=options.workers,
-            fill=options.fill,
-            lpips=options.lpips,
-            compiled=frozenset(options.compile),
-        ),
-        lambda text: print(text, flush=True),
-    )
-
-
-if __name__ == "__main__":
-    run_module(main)
