@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,33 @@ def test_a_short_clip_records_nothing_and_later_shots_use_the_same_place() -> No
         assert np.array_equal(run(of_ours, lr), run(of_plain, lr))
     assert recorder.recorded <= 8  # one place: a cycle of six patterns, two on the way to it
     assert len(ours.graphs._places) == 1
+
+
+def test_a_shot_begins_in_the_memory_of_the_one_before() -> None:
+    """Its first block, the largest, makes no second set of histories beside those that lie there."""
+    model, _, _ = models()
+    of = session(model)
+    run(of, frames(93))
+    (place,) = model.graphs._places
+    run_block, made = model.run_block, []
+
+    def see(*given: Any, **options: Any) -> Any:
+        made.append(run_block(*given, **options)[0])
+        return made[-1], torch.zeros_like(given[2])
+
+    model.run_block = see
+    of.push(frames(21, seed=1))
+    (after,) = made
+    for part in ("generator.layers", "generator.lr_projector", "decoder"):
+        here, there = (attrgetter(part)(state) for state in (place._state, after))
+        pairs = list(zip(_tensors(here), _tensors(there), strict=True))
+        assert pairs
+        assert all(x.data_ptr() == y.data_ptr() for x, y in pairs)
+
+
+def _tensors(part: Any) -> list[torch.Tensor]:
+    states = part if isinstance(part, tuple) else (part,)
+    return [tensor for state in states if state is not None for tensor in state.tensors()]
 
 
 def test_forks_and_interleaved_sessions_and_sizes() -> None:

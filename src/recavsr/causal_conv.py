@@ -30,10 +30,15 @@ class ConvHistory(State):
 
     frames: Tensor | None  # [B, C, kernel - 1, H, W]; None: forgotten, the next frame stands for all of them
     phase: int  # frames still to pass before the next output, 0 .. stride - 1
+    empty: bool = False  # frames are memory of an earlier stream, for the next history to be written into
 
     def forget(self) -> ConvHistory:
         """Return the history without its frames; outputs stay in phase with the stream."""
         return replace(self, frames=None)
+
+    def emptied(self) -> ConvHistory:
+        """Return the start of another stream, which keeps its history in this one's memory."""
+        return replace(self, phase=0, empty=True)
 
 
 class CausalConv3d(nn.Module):
@@ -103,7 +108,7 @@ class CausalConv3d(nn.Module):
 
     def _before(self, history: ConvHistory | None, x: Tensor) -> Tensor:
         """Return the frames in front of `x`: at the start its first one stands for all of them."""
-        if history is None or history.frames is None:
+        if history is None or history.frames is None or history.empty:
             return x[:, :, :1].expand(-1, -1, self.kernel[0] - 1, -1, -1)
         return history.frames
 

@@ -11,7 +11,7 @@ groups, R query heads of a group, D channels of a head.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -124,6 +124,7 @@ class GroupHistory(State):
 
     keys: Tensor  # [B, G, N, frames, D] after norm and rotation by absolute position
     values: Tensor
+    empty: bool = False  # both are memory of an earlier stream, for the next history to be written into
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,10 @@ class DecoderState(State):
 
     layers: tuple[GroupHistory | None, ...]
     next_position: int  # absolute index of the next latent
+
+    def emptied(self) -> DecoderState:
+        """Return the start of another stream in this one's memory."""
+        return DecoderState(tuple(layer and replace(layer, empty=True) for layer in self.layers), 0)
 
 
 class GroupedAttention(nn.Module):
@@ -182,6 +187,7 @@ class GroupedAttention(nn.Module):
         query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
         key, value = window.with_borrowed(*(y.permute(0, 3, 1, 2, 4) for y in (key, value)))
         reach = (config.window_latents - 1) * size
+        place, history = history, None if history is None or history.empty else history
         held = 0 if history is None else history.keys.shape[3]
         results = []
         for start in range(0, frames, size):
@@ -200,11 +206,12 @@ class GroupedAttention(nn.Module):
         kept = GroupHistory(key[..., max(0, frames - reach) :, :], value[..., max(0, frames - reach) :, :])
         if history is not None and frames < reach:
             before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
-            kept = GroupHistory(*(torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors())))
-        if in_place and history is not None and history.keys.shape == kept.keys.shape:
-            for place, found in zip(history.tensors(), kept.tensors()):
-                copy_packed(place, found)
-            kept = history
+            keys, values = (torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors()))
+            kept = GroupHistory(keys, values)
+        if in_place and place is not None and place.keys.shape == kept.keys.shape:
+            for here, found in zip(place.tensors(), kept.tensors()):
+                copy_packed(here, found)
+            kept = replace(place, empty=False)
         else:  # a copy: the history must not keep the whole block alive
             kept = kept.clone()
         del query, key, value, asked, results, ordered

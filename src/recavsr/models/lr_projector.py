@@ -28,6 +28,10 @@ class LRProjectorState(State):
         """Return the state without its frames; tokens stay in step with the stream."""
         return LRProjectorState(self.first and self.first.forget(), self.second and self.second.forget())
 
+    def emptied(self) -> LRProjectorState:
+        """Return the start of another stream in this one's memory."""
+        return LRProjectorState(self.first and self.first.emptied(), self.second and self.second.emptied())
+
 
 class LRProjector(nn.Module):
     """Pixel unshuffle, two causal convolutions with a stride of 2 in time each, a linear layer.

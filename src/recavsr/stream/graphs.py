@@ -240,12 +240,15 @@ class _Place:
         )
 
     def emptied(self, state: Any) -> Any:
-        """Return the state of a shot's start with this place's memory for its history."""
+        """Return the state of a shot's start with this place's memory for all its histories."""
+        here = self._state
         layers = tuple(
             None if history is None else KVHistory(history.keys, history.values, ())
-            for history in self._state.generator.layers
+            for history in here.generator.layers
         )
-        return replace(state, generator=replace(state.generator, layers=layers))
+        projector = here.generator.lr_projector.emptied()
+        generator = replace(state.generator, layers=layers, lr_projector=projector)
+        return replace(state, generator=generator, decoder=here.decoder.emptied())
 
     def moved_in(self, state: Any) -> Any:
         """Copy what lies elsewhere of a state of this place's form; return it as it lies here."""
@@ -308,7 +311,8 @@ def _form(state: Any) -> Hashable:
     convolutions = (state.generator.lr_projector.first, state.generator.lr_projector.second)
     return (
         tuple((tensor.shape, tensor.dtype) for tensor in state.tensors()),
-        tuple(history is None for history in (*state.generator.layers, *state.decoder.layers)),
+        tuple(history is None for history in state.generator.layers),
+        tuple(history is None or history.empty for history in state.decoder.layers),
         tuple(history and history.phase for history in convolutions),
         state.generator.recycled is None,
     )
