@@ -118,14 +118,17 @@ def plan_memory(
         "projector, ends and decoder": value * (projector + 3 * patch * width + decoding),
         "prompt": value * 2 * config.layers * prompt_tokens * width,
     }
-    anew = value * (3 * cells.cells * (pixels + first) + 2 * reach * cells.cells * narrow)
-    history = value * 2 * (sum(capacity) * grid.cells * width + patch * grid.cells) + anew
+    convolutions = 3 * cells.cells * (pixels + first)
+    history = value * (
+        2 * (sum(capacity) * grid.cells * width + patch * grid.cells)
+        + convolutions
+        + 2 * reach * cells.cells * narrow
+    )
 
     def with_kernels(latents: int, frames: int) -> dict[str, int]:
         """Return the moments of one block on a card."""
         pixels_of_frames = 3 * size[0] * size[1] * frames
-        # What is not written over in place is there twice, before and after.
-        beside = value * pixels_of_frames + history + anew
+        beside = value * pixels_of_frames + history
         token = value * grid.cells * latents * width
         piece = min(PIECE_FRAMES, frames)
         halves, quarters, reach = -(-piece // 2), -(-piece // 4), 3
