@@ -7,6 +7,7 @@ runs and what gradients flow through.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,11 +38,13 @@ def add_norm(
     return x, F.layer_norm(x, x.shape[-1:], eps=eps)  # statistics are float32 for every dtype
 
 
-def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x + update [..., C] and its RMS norm with a weight [C], computed in float32.
 
     A kernel writes the sum over `x`.
     """
+    if update is None:
+        return x, rms_norm(x, weight, eps)
     if kernels_for(x):
         from recavsr.kernels import rows
 
@@ -51,9 +54,35 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
     return x, rms_norm(x, weight, eps)
 
 
-def add_to(x: Tensor, update: Tensor) -> Tensor:
-    """Return x + update; on a card without gradients it is written over `x`."""
-    return x.add_(update) if kernels_for(x) else x + update
+@dataclass
+class Residual:
+    """Tokens on their way through layers, and an update that whoever reads them next adds to them.
+
+    Norms do so in the pass that they make anyway. On a card without gradients sums are written over `x`; an
+    update is let go as soon as it is added.
+    """
+
+    x: Tensor  # [..., C]
+    update: Tensor | None = None  # the same shape
+
+    def layer_norm(self, eps: float, float8: bool = False) -> Tensor | Float8Rows:
+        """Add the update; return the layer norm of the sum, without weights (see `add_norm`)."""
+        self.x, normal = add_norm(self.x, self.update, eps, float8)
+        self.update = None
+        return normal
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Tensor:
+        """Add the update; return the RMS norm of the sum with a weight [C]."""
+        self.x, normal = add_rms_norm(self.x, self.update, weight, eps)
+        self.update = None
+        return normal
+
+    def sum(self) -> Tensor:
+        """Add the update; return the sum."""
+        if self.update is not None:
+            self.x = self.x.add_(self.update) if kernels_for(self.x) else self.x + self.update
+            self.update = None
+        return self.x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

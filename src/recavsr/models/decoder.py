@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import add_rms_norm, add_to, in_pieces
+from recavsr.fused import Residual, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, copy_packed, grid_cells, packed
 from recavsr.models.row_parallel import Band
@@ -238,20 +238,24 @@ class DecoderLayer(nn.Module):
     def step(
         self,
         history: GroupHistory | None,
-        x: Tensor,
+        x: Residual,
         rotation: Tensor,
         window: WindowPlan,
         in_place: bool = False,
-    ) -> tuple[GroupHistory, Tensor]:
-        """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions.
+    ) -> GroupHistory:
+        """Apply to the next frames `x` [B, N, F, C], which is changed; `rotation` is that of their positions.
 
-        On a card the result is written over `x`; with `in_place` the next history over the one given.
+        Returns the next history, which with `in_place` is written over the one given.
         """
-        history, attended = self.attention.step(history, self.attention_norm(x), rotation, window, in_place)
-        norm = self.feed_forward_norm
-        x, normal = add_rms_norm(x, attended, norm.weight, norm.eps)
-        del attended
-        return history, add_to(x, self.feed_forward(normal))
+
+        def normed(norm: RMSNorm) -> Tensor:
+            return x.rms_norm(norm.weight, norm.eps)
+
+        after, x.update = self.attention.step(
+            history, normed(self.attention_norm), rotation, window, in_place
+        )
+        x.update = self.feed_forward(normed(self.feed_forward_norm))
+        return after
 
 
 class LinearHead(nn.Module):
@@ -405,8 +409,9 @@ class FlashDecoder(nn.Module):
         own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
         stem = self.lr_stem(grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
-        x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1).contiguous())
-        x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
+        x = x.flatten(3).permute(0, 3, 2, 1).contiguous()
+        early = stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3)
+        tokens = Residual(self.latent_projection(x), self.lr_early_projection(early))
 
         first = state.next_position
         split = AxisSplit.flash_decoder(self.config.width // self.config.heads)
@@ -419,17 +424,16 @@ class FlashDecoder(nn.Module):
         times = following(range(first, first + latents), position)
         turn = rotation_table(times, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
-            history, x = layer.step(next(past), x, turn, window, in_place)
-            histories.append(history)
-        x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
-        x = x + self.lr_late_projection(stem)
+            histories.append(layer.step(next(past), tokens, turn, window, in_place))
+        opened = self.temporal_projection(tokens.sum()).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
+        tokens = Residual(opened, self.lr_late_projection(stem))
+        del opened
         times = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
         frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)
         turn = rotation_table(frames_at, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
-            history, x = layer.step(next(past), x, turn, window, in_place)
-            histories.append(history)
-        x, lr_frames = x[:, :, lead:], lr_frames[:, :, lead:]
+            histories.append(layer.step(next(past), tokens, turn, window, in_place))
+        x, lr_frames = tokens.sum()[:, :, lead:], lr_frames[:, :, lead:]
         frames = (
             self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
         )
