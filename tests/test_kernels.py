@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from recavsr import fused
 from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
 from recavsr.geometry import Grid
+from recavsr.layers import copy_both
 from recavsr.rope import AxisSplit, rotation_table
 from recavsr.stream.blocks import to_picture
 
@@ -143,6 +144,19 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     torch.testing.assert_close(rows.swiglu(gate_up).float(), F.silu(gate) * up, atol=2e-3, rtol=2e-3)
 
 
+def test_both_copies_in_one_pass(interpreted: Any) -> None:
+    """Latents of a product, heads behind cells, go into slots of a history; nothing else moves."""
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 5, 3, 3, 4, 6).half()  # B N T, queries or keys or values, H D
+    _, key, value = qkv.permute(3, 0, 4, 1, 2, 5)
+    history = torch.randn(2, 2, 4, 5, 4, 6).half()
+    wanted = history.clone()
+    wanted[..., 1:3, :] = torch.stack([key, value])[..., 1:, :]
+    into, found = history[..., 1:3, :], (key[..., 1:, :], value[..., 1:, :])
+    interpreted.rows.copy_both((into[0], into[1]), found)
+    assert torch.equal(history, wanted)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_pictures_equal_those_of_a_cpu(interpreted: Any, dtype: type) -> None:
     """Out-of-range values and ties included; any strides."""
@@ -231,6 +245,11 @@ def test_passes_over_rows_on_a_card() -> None:
     qkv = torch.randn(1, 77, 2, 9216, device=card).bfloat16()
     for ours, part in zip(fused.norm_rotate(qkv, weight, weight, 1e-6, table, 24), qkv.chunk(3, -1)):
         assert error(ours, plain_heads(part, weight, table, 24)) < 3e-3
+    key, value = qkv.unflatten(-1, (3, 24, 128)).permute(3, 0, 4, 1, 2, 5)[1:]
+    history = torch.zeros(2, 1, 24, 77, 5, 128, device=card).bfloat16()
+    copy_both((history[0, ..., 2:4, :], history[1, ..., 2:4, :]), (key, value))
+    assert torch.equal(history[..., 2:4, :], torch.stack([key, value]))
+    assert not history[..., [0, 1, 4], :].any()
 
 
 @pytest.mark.gpu

@@ -92,6 +92,17 @@ def copy_packed(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
+def copy_both(targets: tuple[Tensor, Tensor], sources: tuple[Tensor, Tensor]) -> None:
+    """Copy keys and values [B, G, N, T, D], on a card in one pass."""
+    if kernels_for(sources[0]) and all(x.stride(-1) == 1 for x in (*targets, *sources)):
+        from recavsr.kernels import rows
+
+        rows.copy_both(targets, sources)
+        return
+    for target, source in zip(targets, sources):
+        copy_packed(target, source)
+
+
 def grid_cells(x: Tensor, size: int) -> Tensor:
     """Cut pictures [B, C, T, s H, s W] into cells of `size` pixels: [B, H W, T, C s s], contiguous.
 

@@ -137,6 +137,25 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def copy_both(targets: tuple[Tensor, Tensor], sources: tuple[Tensor, Tensor]) -> None:
+    """Copy two tensors [B, G, N, T, D] of one shape and type; channels must be adjacent in memory."""
+    batch, groups, cells, latents, width = sources[0].shape
+    count, lines = batch * groups * cells * latents, 32
+    _copy_both[(triton.cdiv(count, lines), 2)](
+        *targets,
+        *sources,
+        *(stride for x in (*targets, *sources) for stride in x.stride()[:4]),
+        count,
+        groups,
+        cells,
+        latents,
+        C=width,
+        BLOCK=triton.next_power_of_2(width),
+        LINES=lines,
+        num_warps=4,
+    )
+
+
 # ------------------------------------------------------------------------------------------------ kernels
 
 
@@ -247,3 +266,30 @@ def _swiglu(gate_up_at, out_at, C: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(
         out_at + row * C + channel, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), mask=here
     )
+
+
+@triton.jit(do_not_specialize=["count", "groups", "cells", "latents"])
+def _copy_both(
+    to_at, to2_at, from_at, from2_at,
+    to_b, to_g, to_n, to_t,
+    to2_b, to2_g, to2_n, to2_t,
+    from_b, from_g, from_n, from_t,
+    from2_b, from2_g, from2_n, from2_t,
+    count, groups, cells, latents, C: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    channel = tl.arange(0, BLOCK)
+    here = (line < count)[:, None] & (channel < C)[None, :]
+    t, line = (line % latents).to(tl.int64), line // latents
+    n, line = (line % cells).to(tl.int64), line // cells
+    g, b = (line % groups).to(tl.int64), (line // groups).to(tl.int64)
+    if tl.program_id(1) == 0:
+        source = b * from_b + g * from_g + n * from_n + t * from_t
+        target = b * to_b + g * to_g + n * to_n + t * to_t
+        value = tl.load(from_at + source[:, None] + channel[None, :], mask=here)
+        tl.store(to_at + target[:, None] + channel[None, :], value, mask=here)
+    else:
+        source = b * from2_b + g * from2_g + n * from2_n + t * from2_t
+        target = b * to2_b + g * to2_g + n * to2_n + t * to2_t
+        value = tl.load(from2_at + source[:, None] + channel[None, :], mask=here)
+        tl.store(to2_at + target[:, None] + channel[None, :], value, mask=here)

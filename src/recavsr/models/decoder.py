@@ -22,7 +22,7 @@ from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_a
 from recavsr.errors import InputError
 from recavsr.fused import Residual, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, copy_packed, grid_cells, packed
+from recavsr.layers import RMSNorm, copy_both, grid_cells, packed
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
@@ -202,8 +202,7 @@ class GroupedAttention(nn.Module):
             before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
             kept = GroupHistory(*(torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors())))
         if in_place and history is not None and history.keys.shape == kept.keys.shape:
-            for place, found in zip(history.tensors(), kept.tensors()):
-                copy_packed(place, found)
+            copy_both((history.keys, history.values), (kept.keys, kept.values))
             kept = history
         else:  # a copy: the history must not keep the whole block alive
             kept = kept.clone()
