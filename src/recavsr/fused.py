@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.fp8 import Float8Rows
@@ -65,7 +65,7 @@ class Residual:
     x: Tensor  # [..., C]
     update: Tensor | None = None  # the same shape
 
-    def layer_norm(self, eps: float, float8: bool = False) -> Tensor | Float8Rows:
+    def layer_norm(self, eps: float, float8: bool) -> Tensor | Float8Rows:
         """Add the update; return the layer norm of the sum, without weights (see `add_norm`)."""
         self.x, normal = add_norm(self.x, self.update, eps, float8)
         self.update = None
@@ -189,21 +189,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-    """Apply a function of rows to `x` [..., C], on a card at most `rows` at a time.
+def in_pieces(function: Callable[[Tensor], Tensor], last: nn.Linear, x: Tensor, rows: int) -> Tensor:
+    """Apply a function of rows, then a linear layer, to `x` [..., C], on a card at most `rows` at a time.
 
-    What is wide inside the function then exists for these only, and may stay in the card's cache.
+    What is wide between the two then exists for these only, and may stay in the card's cache.
     """
     flat = x.flatten(0, -2)
     if not x.is_cuda or torch.is_grad_enabled() or len(flat) <= rows:
-        return function(x)
+        return last(function(x))
+    out = x.new_empty(len(flat), last.out_features)
     pieces = -(-len(flat) // rows)
-    out: Tensor | None = None
-    done = 0
-    for piece in flat.split(-(-len(flat) // pieces)):
-        made = function(piece)
-        out = made.new_empty(len(flat), made.shape[-1]) if out is None else out
-        out[done : done + len(made)] = made
-        done += len(made)
-    assert out is not None
+    for piece, place in zip(flat.tensor_split(pieces), out.tensor_split(pieces)):
+        torch.addmm(last.bias, function(piece), last.weight.t(), out=place)
     return out.unflatten(0, x.shape[:-1])

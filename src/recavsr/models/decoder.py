@@ -10,7 +10,7 @@ groups, R query heads of a group, D channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -179,24 +179,29 @@ class GroupedAttention(nn.Module):
         frames = x.shape[2]
         query, key, value = self.heads_of(x, rotation)
         del x
-        query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
+        # Results lie in the order that the next product reads. With gradients they are joined afterwards.
+        out = None if torch.is_grad_enabled() else query.new_empty(query.shape)
+
+        def grouped(y: Tensor) -> Sequence[Tensor]:
+            """Return each group's part [B, G, N, size, R, D] of [B, N, F, H, D]."""
+            return y.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5).split(size, dim=3)
+
         key, value = window.with_borrowed(*(y.permute(0, 3, 1, 2, 4) for y in (key, value)))
         reach = (config.window_latents - 1) * size
         held = 0 if history is None else history.keys.shape[3]
         results = []
-        for start in range(0, frames, size):
+        starts, queries = range(0, frames, size), grouped(query)
+        places = [None] * len(queries) if out is None else grouped(out)
+        for start, asked, place in zip(starts, queries, places):
             own, missing = slice(max(0, start - reach), start + size), min(held, max(0, reach - start))
             earlier = None
             if history is not None and missing:
                 past = slice(held - missing, held)
                 earlier = history.keys[..., past, :], history.values[..., past, :]
-            asked = query[:, :, :, start : start + size]
-            results.append(
-                windowed_attention(asked, key[..., own, :], value[..., own, :], window, earlier=earlier)
-            )
-        # Joined in the order that the next product reads, which is that of the kernel's results in memory.
-        ordered = [result.permute(0, 2, 3, 1, 4, 5) for result in results]  # B N F G R D
-        out = (torch.cat(ordered, dim=2) if len(ordered) > 1 else ordered[0]).flatten(3)
+            seen = key[..., own, :], value[..., own, :]
+            results.append(windowed_attention(asked, *seen, window, earlier=earlier, out=place))
+        if out is None:
+            out = torch.cat([result.permute(0, 2, 3, 1, 4, 5) for result in results], dim=2).flatten(3, 4)
         kept = GroupHistory(key[..., max(0, frames - reach) :, :], value[..., max(0, frames - reach) :, :])
         if history is not None and frames < reach:
             before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
@@ -206,8 +211,8 @@ class GroupedAttention(nn.Module):
             kept = history
         else:  # a copy: the history must not keep the whole block alive
             kept = kept.clone()
-        del query, key, value, asked, results, ordered
-        return kept, self.output(out)
+        del query, key, value, queries, asked, seen, results
+        return kept, self.output(out.flatten(3))
 
 
 class SwiGLU(nn.Module):
@@ -271,12 +276,12 @@ class LinearHead(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
-        pixels = in_pieces(self._pixels, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
+        pixels = in_pieces(self._hidden, self.outer, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
         cells = pixels.unflatten(4, (3, self.stride, self.stride))  # B H W F 3 s s
         return packed(cells.permute(0, 4, 3, 1, 5, 2, 6)).flatten(5).flatten(3, 4)
 
-    def _pixels(self, x: Tensor) -> Tensor:
-        return self.outer(F.silu(self.inner(x)))
+    def _hidden(self, x: Tensor) -> Tensor:
+        return F.silu(self.inner(x))
 
 
 class ConvolutionalHead(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan
 from recavsr.fp8 import Float8Rows, FP8Linear
@@ -108,7 +109,7 @@ class FoldedFeedForward(FeedForward):
     def forward(self, x: Tensor | Float8Rows) -> Tensor:
         """Apply to [..., C]."""
         if isinstance(self.up, nn.Linear):
-            return in_pieces(self._plain, cast(Tensor, x), PIECE_ROWS)
+            return in_pieces(self._hidden, cast(nn.Linear, self.down), cast(Tensor, x), PIECE_ROWS)
         if isinstance(x, Float8Rows) and len(x.values) > PIECE_ROWS:
             out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.values.device)
             pieces = _pieces(x, PIECE_ROWS)
@@ -117,9 +118,9 @@ class FoldedFeedForward(FeedForward):
             return out
         return self.down(gelu_float8(self.up(x)))
 
-    def _plain(self, x: Tensor) -> Tensor:
+    def _hidden(self, x: Tensor) -> Tensor:
         up = cast(nn.Linear, self.up)
-        return self.down(gelu_linear(x, up.weight, up.bias))
+        return gelu_linear(x, up.weight, up.bias)
 
 
 @overload
@@ -236,7 +237,9 @@ class FoldedGenerator(Generator):
         return Residual(self.embed(grid_cells(both, self.config.patch)), lr_tokens), grid
 
     def _predict(self, x: Residual, condition: Condition, grid: Grid) -> Tensor:
-        return self._unpatch(self.head(x.layer_norm(self.config.eps)), grid)
+        tokens = x.sum()
+        normal = F.layer_norm(tokens, tokens.shape[-1:], eps=self.config.eps)
+        return self._unpatch(self.head(normal), grid)
 
 
 @torch.no_grad()
