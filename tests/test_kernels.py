@@ -132,6 +132,9 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     place = torch.zeros(9, 24).half()
     rows.add_norm(x, None, 1e-5, weight, False, silu=True, out=place[3:])
     assert torch.equal(place, torch.cat([torch.zeros(3, 24).half(), normal]))
+    before, biased = x.clone(), rows.add_norm(x, other, 1e-5, weight, False)[1]  # the sum is not kept
+    assert torch.equal(x, before)
+    assert torch.equal(biased, rows.add_norm(x + other, None, 1e-5, weight, False)[1])
 
     qkv, table = torch.randn(2, 3, 2, 72).half(), torch.randn(3, 2, 6, 2)
     query, key = rows.norm_rotate(qkv.flatten(0, -2), weight, other, 1e-6, table.flatten(0, 1), 12)

@@ -94,18 +94,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def rms_norm_silu(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm_silu(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Return the SiLU of the RMS norm of `x` [..., C], C adjacent in memory, in the dtype of `x`.
 
-    With `out` it is written there.
+    A `bias` [C] is added to `x` first. With `out` it is written there.
     """
     if kernels_for(x) and x.is_contiguous() and (out is None or out.is_contiguous()):
         from recavsr.kernels import rows
 
         flat = None if out is None else out.flatten(0, -2)
-        made = rows.add_norm(x.flatten(0, -2), None, eps, weight, False, silu=True, out=flat)[1]
+        made = rows.add_norm(x.flatten(0, -2), bias, eps, weight, False, silu=True, out=flat)[1]
         return made.view(x.shape)
-    made = F.silu(rms_norm(x, weight, eps))
+    made = F.silu(rms_norm(x if bias is None else x + bias, weight, eps))
     return made if out is None else out.copy_(made)
 
 

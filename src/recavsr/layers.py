@@ -53,13 +53,17 @@ class ChannelRMSNorm(nn.Module):
         # The float32 copy is our own: two fewer of them, the largest tensors of a block.
         return value.mul_(factor).mul_(self.weight.float()).to(x.dtype)
 
-    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalise `x` [B, C, F, H, W] and apply SiLU, into `out` if given; on a card both in one pass."""
+    def silu(self, x: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Normalise `x` [B, C, F, H, W], with a `bias` [C], and apply SiLU, into `out` if given.
+
+        On a card all in one pass.
+        """
         rows = x.permute(0, 2, 3, 4, 1)
         if kernels_for(x) and rows.is_contiguous():
             place = None if out is None else out.permute(0, 2, 3, 4, 1)
-            return rms_norm_silu(rows, self.weight.flatten(), self.eps, place).permute(0, 4, 1, 2, 3)
-        made = F.silu(self(x))
+            made = rms_norm_silu(rows, self.weight.flatten(), self.eps, place, bias)
+            return made.permute(0, 4, 1, 2, 3)
+        made = F.silu(self(x if bias is None else x + bias[:, None, None, None]))
         return made if out is None else out.copy_(made)
 
 

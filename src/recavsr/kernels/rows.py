@@ -28,6 +28,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x + update [rows, C], its norm [rows, C], and scales [rows, 1] where the norm is float8.
 
+    An `update` [C] is a bias: it is added to every row, and the sum is not kept (`x` is returned).
     The norm is a layer norm without weights, or with an `rms_weight` [C] an RMS norm; with `silu` it goes
     through a SiLU; it is written into `out`, where that is given. The sum is written over `x`, where its rows
     lie side by side, as they do in the models.
@@ -38,7 +39,8 @@ def add_norm(
     if normal is None:
         normal = torch.empty(rows, width, dtype=FLOAT8 if float8 else x.dtype, device=x.device)
     scale = torch.empty(rows if float8 else 0, 1, dtype=torch.float32, device=x.device)
-    total = x if update is None or x.is_contiguous() else x.new_empty(rows, width)
+    keeps_sum = update is not None and update.dim() == 2
+    total = x if not keeps_sum or x.is_contiguous() else x.new_empty(rows, width)
     _add_norm[(rows,)](
         x,
         x if update is None else update,
@@ -47,11 +49,12 @@ def add_norm(
         normal,
         scale,
         x.stride(0),
-        x.stride(0) if update is None else update.stride(0),
+        0 if update is None or not keeps_sum else update.stride(0),
         eps,
         C=width,
         BLOCK=block,
         ADD=update is not None,
+        SUM=keeps_sum,
         RMS=rms_weight is not None,
         FLOAT8=float8,
         SILU=silu,
@@ -169,8 +172,8 @@ def _store_float8(values_at, scale_at, row, value, channel, here, C: tl.constexp
 @triton.jit
 def _add_norm(
     x_at, update_at, weight_at, total_at, normal_at, scale_at, x_row, update_row, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RMS: tl.constexpr, FLOAT8: tl.constexpr,
-    SILU: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, SUM: tl.constexpr, RMS: tl.constexpr,
+    FLOAT8: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -179,6 +182,7 @@ def _add_norm(
     if ADD:
         update = tl.load(update_at + row * update_row + channel, mask=here, other=0.0)
         x = (x.to(tl.float32) + update.to(tl.float32)).to(x.dtype)
+    if SUM:
         tl.store(total_at + row * C + channel, x, mask=here)
     x = x.to(tl.float32)
     if RMS:
