@@ -247,7 +247,7 @@ def test_packed_copies_can_be_compiled() -> None:
 def test_frames_written_behind_their_history_are_convolved_as_ever(
     projector: LRProjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a card does, here without kernels: one memory for history and frames, biases added by the norms."""
+    """What a card does, without kernels: one memory for history and frames, biases added by the norms."""
     ours = copy.deepcopy(projector)
     x = torch.randn(1, 3, 37, 32, 48)
     for conv in (ours.conv1, ours.conv2):

@@ -45,13 +45,12 @@ def angles(positions: Tensor, channels: int) -> Tensor:
 
     Angles are exact to 1e-9 at position 10^6, which is why they are made in double precision.
     """
-    return positions.to(torch.float64)[:, None] * _frequencies(channels, positions.device)
+    return positions[:, None] * _frequencies(channels, positions.device)
 
 
 # Kept for good, and made outside of any recording: captured graphs go on reading them.
 @cache
 @torch.inference_mode(False)
-@torch.no_grad()
 def _frequencies(channels: int, device: torch.device) -> Tensor:
     exponent = torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels
     return THETA**-exponent
@@ -59,7 +58,6 @@ def _frequencies(channels: int, device: torch.device) -> Tensor:
 
 @cache
 @torch.inference_mode(False)
-@torch.no_grad()
 def _turns_in_space(
     grid: Grid, split: AxisSplit, device: torch.device, first_row: int
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +102,10 @@ def _positions(times: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 def _turns(positions: Tensor, channels: int) -> Tensor:
     """Return exp(i angle) [len(positions), channels // 2, 2] in float32."""
     angle = angles(positions, channels)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).float()
+    turns = torch.empty(*angle.shape, 2, device=angle.device)
+    torch.cos(angle, out=turns[..., 0])
+    torch.sin(angle, out=turns[..., 1])
+    return turns
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
