@@ -63,6 +63,21 @@ def test_window_attention_equals_its_definition(
     torch.testing.assert_close(ours.float(), wanted, atol=2e-3, rtol=2e-3)
 
 
+def test_window_attention_writes_where_it_is_told(interpreted: Any) -> None:
+    """One group's queries and results lie between those of others, as a decoder has them."""
+    torch.manual_seed(0)
+    grid, window = Grid(2, 3), SpatialWindow(2, 2, **CUT)
+    query = torch.randn(1, grid.cells, 3, 2, 1, 16).half().permute(0, 3, 1, 2, 4, 5)
+    pair = tuple(torch.randn(2, 1, 2, grid.cells, 1, 16).half())
+    out = torch.zeros(1, grid.cells, 3, 2, 1, 16).half().permute(0, 3, 1, 2, 4, 5)
+    launch = interpreted.window.Launch(queries=16, keys=16, block=(2, 4))
+    arguments = (query[:, :, :, 1:2], [pair], grid, window, launch)
+    wanted = interpreted.window.window_attention(*arguments)
+    interpreted.window.window_attention(*arguments, out=out[:, :, :, 1:2])
+    assert torch.equal(out[:, :, :, 1:2], wanted)
+    assert not out[:, :, :, [0, 2]].any()
+
+
 @pytest.mark.parametrize(
     ("grid", "window"),
     [
