@@ -247,9 +247,9 @@ def test_packed_copies_can_be_compiled() -> None:
 def test_frames_written_behind_their_history_are_convolved_as_ever(
     projector: LRProjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a card does, here without kernels: one memory for history and frames, written over in place."""
-    ours = copy.deepcopy(projector).bfloat16()
-    x = torch.randn(1, 3, 37, 32, 48).bfloat16()
+    """What a card does, without kernels: one memory for history and frames, biases added by the norms."""
+    ours = copy.deepcopy(projector)
+    x = torch.randn(1, 3, 37, 32, 48)
     for conv in (ours.conv1, ours.conv2):
         conv.method = "planes"
     results = []
@@ -265,4 +265,4 @@ def test_frames_written_behind_their_history_are_convolved_as_ever(
                 assert not in_rooms or place is None or state.first.frames is place
         results.append((torch.cat(tokens, dim=2), *state.tensors()))
     for made, wanted in zip(*results, strict=True):
-        assert torch.equal(made, wanted)
+        torch.testing.assert_close(made, wanted, atol=1e-5, rtol=1e-5)

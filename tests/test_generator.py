@@ -19,7 +19,7 @@ from recavsr.models.generator import (
     GeneratorState,
     teacher_forced_recycled,
 )
-from recavsr.models.kv_history import KVHistory, extend, overwrite
+from recavsr.models.kv_history import KVHistory, extend, overwrite, plan_overwrite
 from recavsr.models.presets import nano, recavsr_5b
 from recavsr.models.visibility import schedule_visibility
 from recavsr.rope import AxisSplit, angles
@@ -138,6 +138,19 @@ def test_a_history_written_in_place_holds_the_same(name: str, plan: BlockPlan) -
         assert written.keys.shape[3] == action.capacity(rule)
         places.add((written.keys.data_ptr(), written.values.data_ptr()))
     assert len(places) <= 1
+
+
+def test_latents_that_go_into_neighbouring_slots_move_together() -> None:
+    """Each move is one kernel on a card: under the paper's route fewer than one a layer and block."""
+    rule, moves = PAPER_SCHEDULE.anchor_rule, []
+    for action in PAPER_SCHEDULE.actions:
+        held: tuple[int, ...] = ()
+        for positions in BlockPlan().cut(46):
+            plan = plan_overwrite(held, positions, action, rule)
+            held, found = plan.positions, plan.moves
+            moves += found if positions[0] >= 10 else ()
+    assert len(moves) / 18 < len(PAPER_SCHEDULE.actions)
+    assert sum(move.latents for move in moves) > 1.4 * len(moves)
 
 
 def test_steps_in_place_give_the_same_latents() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from recavsr import fused
 from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
 from recavsr.geometry import Grid
+from recavsr.layers import copy_both
 from recavsr.rope import AxisSplit, rotation_table
 from recavsr.stream.blocks import to_picture
 
@@ -60,6 +61,21 @@ def test_window_attention_equals_its_definition(
     wanted = reference_attention(query.float(), key.float(), value.float(), grid, window)
     assert ours.shape == query.shape
     torch.testing.assert_close(ours.float(), wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_window_attention_writes_where_it_is_told(interpreted: Any) -> None:
+    """One group's queries and results lie between those of others, as a decoder has them."""
+    torch.manual_seed(0)
+    grid, window = Grid(2, 3), SpatialWindow(2, 2, **CUT)
+    query = torch.randn(1, grid.cells, 3, 2, 1, 16).half().permute(0, 3, 1, 2, 4, 5)
+    pair = tuple(torch.randn(2, 1, 2, grid.cells, 1, 16).half())
+    out = torch.zeros(1, grid.cells, 3, 2, 1, 16).half().permute(0, 3, 1, 2, 4, 5)
+    launch = interpreted.window.Launch(queries=16, keys=16, block=(2, 4))
+    arguments = (query[:, :, :, 1:2], [pair], grid, window, launch)
+    wanted = interpreted.window.window_attention(*arguments)
+    interpreted.window.window_attention(*arguments, out=out[:, :, :, 1:2])
+    assert torch.equal(out[:, :, :, 1:2], wanted)
+    assert not out[:, :, :, [0, 2]].any()
 
 
 @pytest.mark.parametrize(
@@ -131,6 +147,9 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     place = torch.zeros(9, 24).half()
     rows.add_norm(x, None, 1e-5, weight, False, silu=True, out=place[3:])
     assert torch.equal(place, torch.cat([torch.zeros(3, 24).half(), normal]))
+    before, biased = x.clone(), rows.add_norm(x, other, 1e-5, weight, False)[1]  # the sum is not kept
+    assert torch.equal(x, before)
+    assert torch.equal(biased, rows.add_norm(x + other, None, 1e-5, weight, False)[1])
 
     qkv, table = torch.randn(2, 3, 2, 72).half(), torch.randn(3, 2, 6, 2)
     query, key = rows.norm_rotate(qkv.flatten(0, -2), weight, other, 1e-6, table.flatten(0, 1), 12)
@@ -141,6 +160,19 @@ def test_rows_equal_their_definitions(interpreted: Any) -> None:
     gate_up = torch.randn(5, 24).half()
     gate, up = gate_up.float().chunk(2, -1)
     torch.testing.assert_close(rows.swiglu(gate_up).float(), F.silu(gate) * up, atol=2e-3, rtol=2e-3)
+
+
+def test_both_copies_in_one_pass(interpreted: Any) -> None:
+    """Latents of a product, heads behind cells, go into slots of a history; nothing else moves."""
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 5, 3, 3, 4, 6).half()  # B N T, queries or keys or values, H D
+    _, key, value = qkv.permute(3, 0, 4, 1, 2, 5)
+    history = torch.randn(2, 2, 4, 5, 4, 6).half()
+    wanted = history.clone()
+    wanted[..., 1:3, :] = torch.stack([key, value])[..., 1:, :]
+    into, found = history[..., 1:3, :], (key[..., 1:, :], value[..., 1:, :])
+    interpreted.rows.copy_both((into[0], into[1]), found)
+    assert torch.equal(history, wanted)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -231,6 +263,11 @@ def test_passes_over_rows_on_a_card() -> None:
     qkv = torch.randn(1, 77, 2, 9216, device=card).bfloat16()
     for ours, part in zip(fused.norm_rotate(qkv, weight, weight, 1e-6, table, 24), qkv.chunk(3, -1)):
         assert error(ours, plain_heads(part, weight, table, 24)) < 3e-3
+    key, value = qkv.unflatten(-1, (3, 24, 128)).permute(3, 0, 4, 1, 2, 5)[1:]
+    history = torch.zeros(2, 1, 24, 77, 5, 128, device=card).bfloat16()
+    copy_both((history[0, ..., 2:4, :], history[1, ..., 2:4, :]), (key, value))
+    assert torch.equal(history[..., 2:4, :], torch.stack([key, value]))
+    assert not history[..., [0, 1, 4], :].any()
 
 
 @pytest.mark.gpu
@@ -245,9 +282,9 @@ def test_feed_forward_layers_in_pieces_on_a_card() -> None:
     )
 
     def wide(rows: Tensor) -> Tensor:
-        return down(F.silu(up(rows)))
+        return F.silu(up(rows))
 
-    assert error(fused.in_pieces(wide, x, 400), wide(x)) < 3e-3
+    assert error(fused.in_pieces(wide, down, x, 400), down(wide(x))) < 3e-3
 
 
 @pytest.mark.gpu

@@ -135,12 +135,14 @@ def windowed_attention(
     plan: WindowPlan,
     key_bias: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend from `query` [B, G, N, Tq, R, D] to `key`, `value` [B, G, N, Tk, D].
 
     `earlier` are keys and values to see as well, as if they stood in front. `key_bias` [Tk] is added to all
     scores of a key latent: the router's log prior (Eq. 2). It must be finite, and may require gradients.
-    Returns [B, G, N, Tq, R, D]. Raises ValueError where the plan's grid does not fit N.
+    Returns [B, G, N, Tq, R, D], written into `out` where that is given. Raises ValueError where the plan's
+    grid does not fit N.
     """
     if query.shape[2] != plan.cells:
         raise ValueError(f"the plan's grid has {plan.cells} cells, not {query.shape[2]}")
@@ -148,15 +150,17 @@ def windowed_attention(
         from recavsr.kernels.window import window_attention
 
         pieces = [(key, value)] if earlier is None else [earlier, (key, value)]
-        return window_attention(query, pieces, plan.grid, plan.window, rows=plan.query_rows)
+        return window_attention(query, pieces, plan.grid, plan.window, rows=plan.query_rows, out=out)
     if earlier is not None:
         key, value = (torch.cat(pair, dim=3) for pair in zip(earlier, (key, value)))
     scale, width = query.shape[-1] ** -0.5, query.shape[-1]
     if key_bias is not None:
         query, key, value = _with_bias_channels(query, key, value, key_bias / scale)
     if plan.tiling is None:
-        return _dense(query, key, value, scale)[..., :width]
-    return _tiled(query, key, value, plan.tiling, scale)[..., :width]
+        made = _dense(query, key, value, scale)[..., :width]
+    else:
+        made = _tiled(query, key, value, plan.tiling, scale)[..., :width]
+    return made if out is None else out.copy_(made)
 
 
 def _has_kernel(query: Tensor) -> bool:

@@ -87,7 +87,7 @@ class CausalConv3d(nn.Module):
         `in_place` the history given is spent: the next one is written over it.
         """
         before = self._before(history, x)
-        return self._step(history, torch.cat([before, x], dim=2), in_place)
+        return self._step(history, torch.cat([before, x], dim=2), in_place, self.bias)
 
     def room(self, like: Tensor, frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         """Return memory for `step_in_room`, and the part of it [B, C, F, H, W] that takes the next frames.
@@ -101,10 +101,10 @@ class CausalConv3d(nn.Module):
     def step_in_room(
         self, history: ConvHistory | None, seen: Tensor, in_place: bool = False
     ) -> tuple[ConvHistory, Tensor]:
-        """Do what `step` does for frames that were written into a `room`."""
+        """Do what `step` does for frames that were written into a `room`; the outputs lack the bias."""
         reach = self.kernel[0] - 1
         seen[:, :, :reach] = self._before(history, seen[:, :, reach:])
-        return self._step(history, seen, in_place)
+        return self._step(history, seen, in_place, None)
 
     def _before(self, history: ConvHistory | None, x: Tensor) -> Tensor:
         """Return the frames in front of `x`: at the start its first one stands for all of them."""
@@ -112,10 +112,12 @@ class CausalConv3d(nn.Module):
             return x[:, :, :1].expand(-1, -1, self.kernel[0] - 1, -1, -1)
         return history.frames
 
-    def _step(self, history: ConvHistory | None, seen: Tensor, in_place: bool) -> tuple[ConvHistory, Tensor]:
+    def _step(
+        self, history: ConvHistory | None, seen: Tensor, in_place: bool, bias: Tensor | None
+    ) -> tuple[ConvHistory, Tensor]:
         frames, phase = seen.shape[2] - self.kernel[0] + 1, 0 if history is None else history.phase
         outputs = max(0, -(-(frames - phase) // self.stride[0]))
-        out = self._convolve(seen[:, :, phase:], outputs)
+        out = self._convolve(seen[:, :, phase:], outputs, bias)
         last = seen[:, :, frames:]
         if in_place and history is not None and history.frames is not None:
             kept = history.frames.copy_(last)
@@ -123,7 +125,7 @@ class CausalConv3d(nn.Module):
             kept = last.clone()
         return ConvHistory(kept, phase=phase + outputs * self.stride[0] - frames), out
 
-    def _convolve(self, x: Tensor, outputs: int) -> Tensor:
+    def _convolve(self, x: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         batch, _, _, height, width = x.shape
         if outputs == 0:
             shape = [(side - 1) // step + 1 for side, step in zip((height, width), self.stride[1:])]
@@ -131,9 +133,9 @@ class CausalConv3d(nn.Module):
         method = self.method or self._best_method(x)
         if method == "library":
             pad = (0, self.kernel[1] // 2, self.kernel[2] // 2)
-            return F.conv3d(x, self.weight, self.bias, self.stride, pad)
+            return F.conv3d(x, self.weight, bias, self.stride, pad)
         forms = {"unfolded": self._unfolded, "planes": self._planes, "shifted": self._shifted}
-        out = forms[method](x, outputs)
+        out = forms[method](x, outputs, bias)
         return out.permute(0, 4, 1, 2, 3)
 
     def _best_method(self, x: Tensor) -> Method:
@@ -142,7 +144,7 @@ class CausalConv3d(nn.Module):
         wide = len(self.weight) >= _WIDE
         return "shifted" if self.stride[1:] == (1, 1) and not wide else "planes"
 
-    def _unfolded(self, x: Tensor, outputs: int) -> Tensor:
+    def _unfolded(self, x: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         """Convolve by products of unfolded rows: [B, C, F, H, W] -> [B, F', H', W', C']."""
         time, rows, columns = self.kernel
         frames = F.pad(x.permute(0, 2, 3, 4, 1), (0, 0, columns // 2, columns // 2, rows // 2, rows // 2))
@@ -157,10 +159,10 @@ class CausalConv3d(nn.Module):
         for clip, made in zip(taps, out):
             for picture, target in zip(clip, made):
                 for piece, place in zip(picture.split(lines), target.split(lines)):
-                    place.copy_(F.linear(piece.flatten(2), weight, self.bias))
+                    place.copy_(F.linear(piece.flatten(2), weight, bias))
         return out
 
-    def _planes(self, x: Tensor, outputs: int) -> Tensor:
+    def _planes(self, x: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         """Convolve each output's frames as channels of one picture; shapes as above."""
         time, rows, columns = self.kernel
         taps = x.unfold(2, time, self.stride[0])[:, :, :outputs].permute(0, 2, 3, 4, 5, 1)  # B F' H W time C
@@ -168,7 +170,7 @@ class CausalConv3d(nn.Module):
 
         def convolved(taps: Tensor) -> Tensor:
             pictures = packed(taps).flatten(4).flatten(0, 1).permute(0, 3, 1, 2)  # channels last in memory
-            out = F.conv2d(pictures, weight, self.bias, self.stride[1:], (rows // 2, columns // 2))
+            out = F.conv2d(pictures, weight, bias, self.stride[1:], (rows // 2, columns // 2))
             return out.unflatten(0, (-1, taps.shape[1])).permute(0, 1, 3, 4, 2)
 
         at_once = max(1, _PIECE_BYTES // (taps[:, :1].numel() * x.element_size()))
@@ -182,7 +184,7 @@ class CausalConv3d(nn.Module):
             out[:, first : first + at_once] = made
         return out
 
-    def _shifted(self, x: Tensor, outputs: int) -> Tensor:
+    def _shifted(self, x: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         """Convolve by one product and shifted sums: [B, C, F, H, W] -> [B, F', H, W, C'].
 
         Every cell is multiplied by the weights of all places of the kernel in space at once; what it
@@ -199,7 +201,8 @@ class CausalConv3d(nn.Module):
         weight = self.weight.permute(3, 4, 0, 2, 1).flatten(3).flatten(0, 2)
         parts = F.linear(taps, weight).unflatten(4, (rows, columns, channels))
         height, width = taps.shape[2:4]
-        out = self.bias.float().expand(*taps.shape[:4], -1).contiguous()
+        start = parts.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
+        out = start.expand(*taps.shape[:4], -1).contiguous()
         for row in range(rows):
             for column in range(columns):
                 down, across = row - rows // 2, column - columns // 2

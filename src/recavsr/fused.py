@@ -7,9 +7,10 @@ runs and what gradients flow through.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.fp8 import Float8Rows
@@ -37,11 +38,13 @@ def add_norm(
     return x, F.layer_norm(x, x.shape[-1:], eps=eps)  # statistics are float32 for every dtype
 
 
-def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x + update [..., C] and its RMS norm with a weight [C], computed in float32.
 
     A kernel writes the sum over `x`.
     """
+    if update is None:
+        return x, rms_norm(x, weight, eps)
     if kernels_for(x):
         from recavsr.kernels import rows
 
@@ -51,9 +54,35 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
     return x, rms_norm(x, weight, eps)
 
 
-def add_to(x: Tensor, update: Tensor) -> Tensor:
-    """Return x + update; on a card without gradients it is written over `x`."""
-    return x.add_(update) if kernels_for(x) else x + update
+@dataclass
+class Residual:
+    """Tokens on their way through layers, and an update that whoever reads them next adds to them.
+
+    Norms do so in the pass that they make anyway. On a card without gradients sums are written over `x`; an
+    update is let go as soon as it is added.
+    """
+
+    x: Tensor  # [..., C]
+    update: Tensor | None = None  # the same shape
+
+    def layer_norm(self, eps: float, float8: bool) -> Tensor | Float8Rows:
+        """Add the update; return the layer norm of the sum, without weights (see `add_norm`)."""
+        self.x, normal = add_norm(self.x, self.update, eps, float8)
+        self.update = None
+        return normal
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Tensor:
+        """Add the update; return the RMS norm of the sum with a weight [C]."""
+        self.x, normal = add_rms_norm(self.x, self.update, weight, eps)
+        self.update = None
+        return normal
+
+    def sum(self) -> Tensor:
+        """Add the update; return the sum."""
+        if self.update is not None:
+            self.x = self.x.add_(self.update) if kernels_for(self.x) else self.x + self.update
+            self.update = None
+        return self.x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,18 +94,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def rms_norm_silu(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm_silu(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Return the SiLU of the RMS norm of `x` [..., C], C adjacent in memory, in the dtype of `x`.
 
-    With `out` it is written there.
+    A `bias` [C] is added to `x` first. With `out` it is written there.
     """
     if kernels_for(x) and x.is_contiguous() and (out is None or out.is_contiguous()):
         from recavsr.kernels import rows
 
         flat = None if out is None else out.flatten(0, -2)
-        made = rows.add_norm(x.flatten(0, -2), None, eps, weight, False, silu=True, out=flat)[1]
+        made = rows.add_norm(x.flatten(0, -2), bias, eps, weight, False, silu=True, out=flat)[1]
         return made.view(x.shape)
-    made = F.silu(rms_norm(x, weight, eps))
+    made = F.silu(rms_norm(x if bias is None else x + bias, weight, eps))
     return made if out is None else out.copy_(made)
 
 
@@ -160,21 +191,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-    """Apply a function of rows to `x` [..., C], on a card at most `rows` at a time.
+def in_pieces(function: Callable[[Tensor], Tensor], last: nn.Linear, x: Tensor, rows: int) -> Tensor:
+    """Apply a function of rows, then a linear layer, to `x` [..., C], on a card at most `rows` at a time.
 
-    What is wide inside the function then exists for these only, and may stay in the card's cache.
+    What is wide between the two then exists for these only, and may stay in the card's cache.
     """
     flat = x.flatten(0, -2)
     if not x.is_cuda or torch.is_grad_enabled() or len(flat) <= rows:
-        return function(x)
+        return last(function(x))
+    out = x.new_empty(len(flat), last.out_features)
     pieces = -(-len(flat) // rows)
-    out: Tensor | None = None
-    done = 0
-    for piece in flat.split(-(-len(flat) // pieces)):
-        made = function(piece)
-        out = made.new_empty(len(flat), made.shape[-1]) if out is None else out
-        out[done : done + len(made)] = made
-        done += len(made)
-    assert out is not None
+    for piece, place in zip(flat.tensor_split(pieces), out.tensor_split(pieces)):
+        torch.addmm(last.bias, function(piece), last.weight.t(), out=place)
     return out.unflatten(0, x.shape[:-1])

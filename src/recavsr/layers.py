@@ -53,13 +53,17 @@ class ChannelRMSNorm(nn.Module):
         # The float32 copy is our own: two fewer of them, the largest tensors of a block.
         return value.mul_(factor).mul_(self.weight.float()).to(x.dtype)
 
-    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalise `x` [B, C, F, H, W] and apply SiLU, into `out` if given; on a card both in one pass."""
+    def silu(self, x: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Normalise `x` [B, C, F, H, W], with a `bias` [C], and apply SiLU, into `out` if given.
+
+        On a card all in one pass.
+        """
         rows = x.permute(0, 2, 3, 4, 1)
         if kernels_for(x) and rows.is_contiguous():
             place = None if out is None else out.permute(0, 2, 3, 4, 1)
-            return rms_norm_silu(rows, self.weight.flatten(), self.eps, place).permute(0, 4, 1, 2, 3)
-        made = F.silu(self(x))
+            made = rms_norm_silu(rows, self.weight.flatten(), self.eps, place, bias)
+            return made.permute(0, 4, 1, 2, 3)
+        made = F.silu(self(x if bias is None else x + bias[:, None, None, None]))
         return made if out is None else out.copy_(made)
 
 
@@ -90,6 +94,17 @@ def copy_packed(target: Tensor, source: Tensor) -> None:
     if same and _in_words(target) and _in_words(source):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
+
+
+def copy_both(targets: tuple[Tensor, Tensor], sources: tuple[Tensor, Tensor]) -> None:
+    """Copy keys and values [B, G, N, T, D], on a card in one pass."""
+    if kernels_for(sources[0]) and all(x.stride(-1) == 1 for x in (*targets, *sources)):
+        from recavsr.kernels import rows
+
+        rows.copy_both(targets, sources)
+        return
+    for target, source in zip(targets, sources):
+        copy_packed(target, source)
 
 
 def grid_cells(x: Tensor, size: int) -> Tensor:

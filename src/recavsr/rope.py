@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -44,8 +45,26 @@ def angles(positions: Tensor, channels: int) -> Tensor:
 
     Angles are exact to 1e-9 at position 10^6, which is why they are made in double precision.
     """
-    exponent = torch.arange(0, channels, 2, dtype=torch.float64, device=positions.device) / channels
-    return positions.to(torch.float64)[:, None] * THETA**-exponent
+    return positions[:, None] * _frequencies(channels, positions.device)
+
+
+# Kept for good, and made outside of any recording: captured graphs go on reading them.
+@cache
+@torch.inference_mode(False)
+def _frequencies(channels: int, device: torch.device) -> Tensor:
+    exponent = torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels
+    return THETA**-exponent
+
+
+@cache
+@torch.inference_mode(False)
+def _turns_in_space(
+    grid: Grid, split: AxisSplit, device: torch.device, first_row: int
+) -> tuple[Tensor, Tensor]:
+    """Return exp(i angle) of rows [H, channels // 2, 2] and of columns [W, channels // 2, 2]."""
+    rows = torch.arange(first_row, first_row + grid.height, device=device)
+    columns = torch.arange(grid.width, device=device)
+    return _turns(rows, split.rows), _turns(columns, split.columns)
 
 
 def rotation_table(
@@ -60,11 +79,10 @@ def rotation_table(
     """
     # Sines of the three axes apart are few; the table repeats them over the grid.
     time = _turns(_positions(times, device), split.time)
-    rows = torch.arange(first_row, first_row + grid.height, device=device)
-    down = _turns(rows, split.rows)[:, None, None]
-    across = _turns(torch.arange(grid.width, device=device), split.columns)[None, :, None]
+    down, across = _turns_in_space(grid, split, device, first_row)
+    parts = (time, down[:, None, None], across[None, :, None])
     shape = (grid.height, grid.width, len(times), -1, 2)
-    return torch.cat([part.expand(shape) for part in (time, down, across)], dim=-2).flatten(0, 1)
+    return torch.cat([part.expand(shape) for part in parts], dim=-2).flatten(0, 1)
 
 
 def following(times: Sequence[int], first: Tensor | None) -> Sequence[int] | Tensor:
@@ -84,7 +102,10 @@ def _positions(times: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 def _turns(positions: Tensor, channels: int) -> Tensor:
     """Return exp(i angle) [len(positions), channels // 2, 2] in float32."""
     angle = angles(positions, channels)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).float()
+    turns = torch.empty(*angle.shape, 2, device=angle.device)
+    torch.cos(angle, out=turns[..., 0])
+    torch.sin(angle, out=turns[..., 1])
+    return turns
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

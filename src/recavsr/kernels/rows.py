@@ -28,6 +28,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x + update [rows, C], its norm [rows, C], and scales [rows, 1] where the norm is float8.
 
+    An `update` [C] is a bias: it is added to every row, and the sum is not kept (`x` is returned).
     The norm is a layer norm without weights, or with an `rms_weight` [C] an RMS norm; with `silu` it goes
     through a SiLU; it is written into `out`, where that is given. The sum is written over `x`, where its rows
     lie side by side, as they do in the models.
@@ -38,7 +39,8 @@ def add_norm(
     if normal is None:
         normal = torch.empty(rows, width, dtype=FLOAT8 if float8 else x.dtype, device=x.device)
     scale = torch.empty(rows if float8 else 0, 1, dtype=torch.float32, device=x.device)
-    total = x if update is None or x.is_contiguous() else x.new_empty(rows, width)
+    keeps_sum = update is not None and update.dim() == 2
+    total = x if not keeps_sum or x.is_contiguous() else x.new_empty(rows, width)
     _add_norm[(rows,)](
         x,
         x if update is None else update,
@@ -47,11 +49,12 @@ def add_norm(
         normal,
         scale,
         x.stride(0),
-        x.stride(0) if update is None else update.stride(0),
+        0 if update is None or not keeps_sum else update.stride(0),
         eps,
         C=width,
         BLOCK=block,
         ADD=update is not None,
+        SUM=keeps_sum,
         RMS=rms_weight is not None,
         FLOAT8=float8,
         SILU=silu,
@@ -137,6 +140,25 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def copy_both(targets: tuple[Tensor, Tensor], sources: tuple[Tensor, Tensor]) -> None:
+    """Copy two tensors [B, G, N, T, D] of one shape and type; channels must be adjacent in memory."""
+    batch, groups, cells, latents, width = sources[0].shape
+    count, lines = batch * groups * cells * latents, 32
+    _copy_both[(triton.cdiv(count, lines), 2)](
+        *targets,
+        *sources,
+        *(stride for x in (*targets, *sources) for stride in x.stride()[:4]),
+        count,
+        groups,
+        cells,
+        latents,
+        C=width,
+        BLOCK=triton.next_power_of_2(width),
+        LINES=lines,
+        num_warps=4,
+    )
+
+
 # ------------------------------------------------------------------------------------------------ kernels
 
 
@@ -150,8 +172,8 @@ def _store_float8(values_at, scale_at, row, value, channel, here, C: tl.constexp
 @triton.jit
 def _add_norm(
     x_at, update_at, weight_at, total_at, normal_at, scale_at, x_row, update_row, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RMS: tl.constexpr, FLOAT8: tl.constexpr,
-    SILU: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, SUM: tl.constexpr, RMS: tl.constexpr,
+    FLOAT8: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -160,6 +182,7 @@ def _add_norm(
     if ADD:
         update = tl.load(update_at + row * update_row + channel, mask=here, other=0.0)
         x = (x.to(tl.float32) + update.to(tl.float32)).to(x.dtype)
+    if SUM:
         tl.store(total_at + row * C + channel, x, mask=here)
     x = x.to(tl.float32)
     if RMS:
@@ -247,3 +270,30 @@ def _swiglu(gate_up_at, out_at, C: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(
         out_at + row * C + channel, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), mask=here
     )
+
+
+@triton.jit(do_not_specialize=["count", "groups", "cells", "latents"])
+def _copy_both(
+    to_at, to2_at, from_at, from2_at,
+    to_b, to_g, to_n, to_t,
+    to2_b, to2_g, to2_n, to2_t,
+    from_b, from_g, from_n, from_t,
+    from2_b, from2_g, from2_n, from2_t,
+    count, groups, cells, latents, C: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    channel = tl.arange(0, BLOCK)
+    here = (line < count)[:, None] & (channel < C)[None, :]
+    t, line = (line % latents).to(tl.int64), line // latents
+    n, line = (line % cells).to(tl.int64), line // cells
+    g, b = (line % groups).to(tl.int64), (line // groups).to(tl.int64)
+    if tl.program_id(1) == 0:
+        source = b * from_b + g * from_g + n * from_n + t * from_t
+        target = b * to_b + g * to_g + n * to_n + t * to_t
+        value = tl.load(from_at + source[:, None] + channel[None, :], mask=here)
+        tl.store(to_at + target[:, None] + channel[None, :], value, mask=here)
+    else:
+        source = b * from2_b + g * from2_g + n * from2_n + t * from2_t
+        target = b * to2_b + g * to2_g + n * to2_n + t * to2_t
+        value = tl.load(from2_at + source[:, None] + channel[None, :], mask=here)
+        tl.store(to2_at + target[:, None] + channel[None, :], value, mask=here)

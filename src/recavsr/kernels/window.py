@@ -155,19 +155,21 @@ def window_attention(
     window: SpatialWindow,
     launch: Launch | None = None,
     rows: range | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend from `query` [B, G, N, T, R, D] to one or two pairs of keys and values [B, G, N', T', D].
 
     Keys are those of the whole grid, queries those of its `rows` (None: all). Channels must be adjacent in
-    memory. Returns [B, G, N, T, R, D], in memory [B, N, T, G, R, D].
+    memory. Returns [B, G, N, T, R, D]: `out`, or new memory in the order [B, N, T, G, R, D].
     """
     batch, groups, cells, latents, repeats, width = query.shape
     a_cell = latents * repeats
     launch = launch or launch_for(width, a_cell)
     tiles, fits = _tiles_on(grid, window, max(1, launch.queries // a_cell), launch, query.device, rows)
-    out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
+    if out is None:
+        out = query.new_empty(batch, cells, latents, groups, repeats, width).permute(0, 3, 1, 2, 4, 5)
     (key, value), (more_keys, more_values) = pieces[0], pieces[-1]
-    if any(x.stride(-1) != 1 for x in (query, key, value, more_keys, more_values)):
+    if any(x.stride(-1) != 1 for x in (query, key, value, more_keys, more_values, out)):
         raise ValueError("channels must be adjacent in memory")
     side = (window.height, window.width)
     if window.border == "shift":

@@ -10,7 +10,7 @@ groups, R query heads of a group, D channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import add_rms_norm, add_to, in_pieces
+from recavsr.fused import Residual, in_pieces
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, copy_packed, grid_cells, packed
+from recavsr.layers import RMSNorm, copy_both, grid_cells, packed
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
@@ -184,38 +184,42 @@ class GroupedAttention(nn.Module):
         frames = x.shape[2]
         query, key, value = self.heads_of(x, rotation)
         del x
-        query = query.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5)  # B G N F R D
+        # Results lie in the order that the next product reads. With gradients they are joined afterwards.
+        out = None if torch.is_grad_enabled() else query.new_empty(query.shape)
+
+        def grouped(y: Tensor) -> Sequence[Tensor]:
+            """Return each group's part [B, G, N, size, R, D] of [B, N, F, H, D]."""
+            return y.unflatten(3, (config.groups, -1)).permute(0, 3, 1, 2, 4, 5).split(size, dim=3)
+
         key, value = window.with_borrowed(*(y.permute(0, 3, 1, 2, 4) for y in (key, value)))
         reach = (config.window_latents - 1) * size
-        place, history = history, None if history is None or history.empty else history
+        room, history = history, None if history is None or history.empty else history
         held = 0 if history is None else history.keys.shape[3]
         results = []
-        for start in range(0, frames, size):
+        starts, queries = range(0, frames, size), grouped(query)
+        places = [None] * len(queries) if out is None else grouped(out)
+        for start, asked, place in zip(starts, queries, places):
             own, missing = slice(max(0, start - reach), start + size), min(held, max(0, reach - start))
             earlier = None
             if history is not None and missing:
                 past = slice(held - missing, held)
                 earlier = history.keys[..., past, :], history.values[..., past, :]
-            asked = query[:, :, :, start : start + size]
-            results.append(
-                windowed_attention(asked, key[..., own, :], value[..., own, :], window, earlier=earlier)
-            )
-        # Joined in the order that the next product reads, which is that of the kernel's results in memory.
-        ordered = [result.permute(0, 2, 3, 1, 4, 5) for result in results]  # B N F G R D
-        out = (torch.cat(ordered, dim=2) if len(ordered) > 1 else ordered[0]).flatten(3)
+            seen = key[..., own, :], value[..., own, :]
+            results.append(windowed_attention(asked, *seen, window, earlier=earlier, out=place))
+        if out is None:
+            out = torch.cat([result.permute(0, 2, 3, 1, 4, 5) for result in results], dim=2).flatten(3, 4)
         kept = GroupHistory(key[..., max(0, frames - reach) :, :], value[..., max(0, frames - reach) :, :])
         if history is not None and frames < reach:
             before = history.map(lambda old: old[..., max(0, held + frames - reach) :, :])
             keys, values = (torch.cat(pair, dim=3) for pair in zip(before.tensors(), kept.tensors()))
             kept = GroupHistory(keys, values)
-        if in_place and place is not None and place.keys.shape == kept.keys.shape:
-            for here, found in zip(place.tensors(), kept.tensors()):
-                copy_packed(here, found)
-            kept = replace(place, empty=False)
+        if in_place and room is not None and room.keys.shape == kept.keys.shape:
+            copy_both((room.keys, room.values), (kept.keys, kept.values))
+            kept = replace(room, empty=False)
         else:  # a copy: the history must not keep the whole block alive
             kept = kept.clone()
-        del query, key, value, asked, results, ordered
-        return kept, self.output(out)
+        del query, key, value, queries, asked, seen, results
+        return kept, self.output(out.flatten(3))
 
 
 class SwiGLU(nn.Module):
@@ -245,20 +249,24 @@ class DecoderLayer(nn.Module):
     def step(
         self,
         history: GroupHistory | None,
-        x: Tensor,
+        x: Residual,
         rotation: Tensor,
         window: WindowPlan,
         in_place: bool = False,
-    ) -> tuple[GroupHistory, Tensor]:
-        """Apply to the next frames [B, N, F, C]; `rotation` is the table of their positions.
+    ) -> GroupHistory:
+        """Apply to the next frames `x` [B, N, F, C], which is changed; `rotation` is that of their positions.
 
-        On a card the result is written over `x`; with `in_place` the next history over the one given.
+        Returns the next history, which with `in_place` is written over the one given.
         """
-        history, attended = self.attention.step(history, self.attention_norm(x), rotation, window, in_place)
-        norm = self.feed_forward_norm
-        x, normal = add_rms_norm(x, attended, norm.weight, norm.eps)
-        del attended
-        return history, add_to(x, self.feed_forward(normal))
+
+        def normed(norm: RMSNorm) -> Tensor:
+            return x.rms_norm(norm.weight, norm.eps)
+
+        after, x.update = self.attention.step(
+            history, normed(self.attention_norm), rotation, window, in_place
+        )
+        x.update = self.feed_forward(normed(self.feed_forward_norm))
+        return after
 
 
 class LinearHead(nn.Module):
@@ -275,12 +283,12 @@ class LinearHead(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
-        pixels = in_pieces(self._pixels, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
+        pixels = in_pieces(self._hidden, self.outer, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
         cells = pixels.unflatten(4, (3, self.stride, self.stride))  # B H W F 3 s s
         return packed(cells.permute(0, 4, 3, 1, 5, 2, 6)).flatten(5).flatten(3, 4)
 
-    def _pixels(self, x: Tensor) -> Tensor:
-        return self.outer(F.silu(self.inner(x)))
+    def _hidden(self, x: Tensor) -> Tensor:
+        return F.silu(self.inner(x))
 
 
 class ConvolutionalHead(nn.Module):
@@ -412,8 +420,9 @@ class FlashDecoder(nn.Module):
         own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
         stem = self.lr_stem(grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
-        x = self.latent_projection(x.flatten(3).permute(0, 3, 2, 1).contiguous())
-        x = x + self.lr_early_projection(stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3))
+        x = x.flatten(3).permute(0, 3, 2, 1).contiguous()
+        early = stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3)
+        tokens = Residual(self.latent_projection(x), self.lr_early_projection(early))
 
         first = state.next_position
         split = AxisSplit.flash_decoder(self.config.width // self.config.heads)
@@ -426,17 +435,16 @@ class FlashDecoder(nn.Module):
         times = following(range(first, first + latents), position)
         turn = rotation_table(times, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
-            history, x = layer.step(next(past), x, turn, window, in_place)
-            histories.append(history)
-        x = self.temporal_projection(x).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
-        x = x + self.lr_late_projection(stem)
+            histories.append(layer.step(next(past), tokens, turn, window, in_place))
+        opened = self.temporal_projection(tokens.sum()).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
+        tokens = Residual(opened, self.lr_late_projection(stem))
+        del opened
         times = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
         frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)
         turn = rotation_table(frames_at, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
-            history, x = layer.step(next(past), x, turn, window, in_place)
-            histories.append(history)
-        x, lr_frames = x[:, :, lead:], lr_frames[:, :, lead:]
+            histories.append(layer.step(next(past), tokens, turn, window, in_place))
+        x, lr_frames = tokens.sum()[:, :, lead:], lr_frames[:, :, lead:]
         frames = (
             self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
         )

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan
 from recavsr.fp8 import Float8Rows, FP8Linear
-from recavsr.fused import add_norm, add_to, gelu_float8, gelu_linear, in_pieces, norm_rotate
+from recavsr.fused import Residual, gelu_float8, gelu_linear, in_pieces, norm_rotate
 from recavsr.geometry import Grid
 from recavsr.layers import grid_cells
 from recavsr.models.dit_block import (
@@ -109,7 +109,7 @@ class FoldedFeedForward(FeedForward):
     def forward(self, x: Tensor | Float8Rows) -> Tensor:
         """Apply to [..., C]."""
         if isinstance(self.up, nn.Linear):
-            return in_pieces(self._plain, cast(Tensor, x), PIECE_ROWS)
+            return in_pieces(self._hidden, cast(nn.Linear, self.down), cast(Tensor, x), PIECE_ROWS)
         if isinstance(x, Float8Rows) and len(x.values) > PIECE_ROWS:
             out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.values.device)
             pieces = _pieces(x, PIECE_ROWS)
@@ -118,9 +118,9 @@ class FoldedFeedForward(FeedForward):
             return out
         return self.down(gelu_float8(self.up(x)))
 
-    def _plain(self, x: Tensor) -> Tensor:
+    def _hidden(self, x: Tensor) -> Tensor:
         up = cast(nn.Linear, self.up)
-        return self.down(gelu_linear(x, up.weight, up.bias))
+        return gelu_linear(x, up.weight, up.bias)
 
 
 @overload
@@ -168,29 +168,27 @@ class FoldedBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Residual,
         condition: LayerCondition,
         rotation: Tensor,
         history: KVHistory | None,
         plan: WindowPlan,
         visibility: Visibility | None = None,
         remember: Remember = as_they_are,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Residual, Any]:
         """Apply the layer to `x` [B, N, T, C] as `DiTBlock.forward` does; the modulation is not read.
 
-        On a card the result is written over `x`.
+        `x` itself is changed and returned; its last update waits for the next layer.
         """
         own, cross, ffn = self.self_attention, self.cross_attention, self.ffn
 
-        def add(x: Tensor, update: Tensor | None, reader: nn.Module) -> tuple[Tensor, Any]:
-            return add_norm(x, update, self.eps, isinstance(reader, FP8Linear))
+        def norm_for(reader: nn.Module) -> Tensor | Float8Rows:
+            return x.layer_norm(self.eps, isinstance(reader, FP8Linear))
 
-        x, normal = add(x, None, own.to_qkv)
-        attended, kept = own(normal, rotation, history, plan, visibility, remember)
-        x, normal = add(x, attended, cross.to_q)
-        del attended
-        x, normal = add(x, cross(normal, condition.cross_keys, condition.cross_values), ffn.up)
-        return add_to(x, ffn(normal)), kept
+        x.update, kept = own(norm_for(own.to_qkv), rotation, history, plan, visibility, remember)
+        x.update = cross(norm_for(cross.to_q), condition.cross_keys, condition.cross_values)
+        x.update = ffn(norm_for(ffn.up))
+        return x, kept
 
 
 def _after_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,14 +231,15 @@ class FoldedGenerator(Generator):
             raise ValueError("this generator is folded under another prompt or timestep")
         return self._constants
 
-    def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
-        patch = self.config.patch
+    def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Residual, Grid]:
         grid = self._grid(noisy, lr_tokens)
-        both = [grid_cells(x.to(lr_tokens.dtype), patch) for x in (noisy, recycled)]
-        return self.embed(torch.cat(both, dim=-1)) + lr_tokens, grid
+        both = torch.cat([noisy.to(lr_tokens.dtype), recycled.to(lr_tokens.dtype)], dim=1)
+        return Residual(self.embed(grid_cells(both, self.config.patch)), lr_tokens), grid
 
-    def _predict(self, x: Tensor, condition: Condition, grid: Grid) -> Tensor:
-        return self._unpatch(self.head(F.layer_norm(x, x.shape[-1:], eps=self.config.eps)), grid)
+    def _predict(self, x: Residual, condition: Condition, grid: Grid) -> Tensor:
+        tokens = x.sum()
+        normal = F.layer_norm(tokens, tokens.shape[-1:], eps=self.config.eps)
+        return self._unpatch(self.head(normal), grid)
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ class PackedSwiGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to [..., C]."""
-        return in_pieces(lambda rows: self.down(swiglu(self.gate_up(rows))), x, PIECE_ROWS)
+        return in_pieces(lambda rows: swiglu(self.gate_up(rows)), self.down, x, PIECE_ROWS)
 
 
 @torch.no_grad()

@@ -242,13 +242,14 @@ class Generator(nn.Module):
             lr_tokens = band.cells_of_own(lr_tokens)
         recycled = _aligned(state.recycled if config.recycling else None, noise)
         x, grid = self._embed(noise, lr_tokens, recycled)
+        dtype, device = lr_tokens.dtype, noise.device
         del lr_tokens
 
         if band is None:
-            first_row, window = 0, plan_window(grid, config.window, x.device)
+            first_row, window = 0, plan_window(grid, config.window, device)
         else:
-            first_row, window = band.own.start, band.plan(grid.width, config.window, x.device)
-        turn = rotation_table(following(positions, position), grid, self._split, x.device, first_row)
+            first_row, window = band.own.start, band.plan(grid.width, config.window, device)
+        turn = rotation_table(following(positions, position), grid, self._split, device, first_row)
         histories: list[KVHistory | None] = []
         rule, remember = config.schedule.anchor_rule, overwrite if in_place else extend
         for block, action, constants, history in zip(
@@ -263,7 +264,7 @@ class Generator(nn.Module):
             histories.append(kept)
         sr_latents = noise - self._predict(x, condition, grid).float()
         after = GeneratorState(
-            projector, tuple(histories), sr_latents.to(x.dtype), state.next_position + latents
+            projector, tuple(histories), sr_latents.to(dtype), state.next_position + latents
         )
         return after, sr_latents
 
@@ -297,16 +298,16 @@ class Generator(nn.Module):
         if not self.config.recycling:
             recycled = torch.zeros_like(recycled)
         x, grid = self._embed(noisy, lr_tokens, recycled)
-        turn = rotation_table(tuple(range(latents)), grid, self._split, x.device)
-        window = plan_window(grid, self.config.window, x.device)
+        turn = rotation_table(tuple(range(latents)), grid, self._split, noisy.device)
+        window = plan_window(grid, self.config.window, noisy.device)
         if visibility is None:
             visibility = schedule_visibility(self.config.schedule, plan.cut(latents))
         for block, constants, visible in zip(self.blocks, condition.layers, visibility, strict=True):
             x, _ = block(x, constants, turn, None, window, visible)
         return self._predict(x, condition, grid)
 
-    def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Tensor, Grid]:
-        """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, N, T, C], and the token grid."""
+    def _embed(self, noisy: Tensor, lr_tokens: Tensor, recycled: Tensor) -> tuple[Any, Grid]:
+        """Return P(noise) + C_LR(x) + S(P(r)) as tokens [B, N, T, C] for the layers, and their grid."""
         dtype = self.patch_embedding.weight.dtype
         grid = self._grid(noisy, lr_tokens)
         tokens = self._patch(noisy.to(dtype)) + lr_tokens
@@ -328,8 +329,8 @@ class Generator(nn.Module):
         x = grid_cells(latents, self.config.patch)
         return F.linear(x, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
 
-    def _predict(self, x: Tensor, condition: Condition, grid: Grid) -> Tensor:
-        """Apply the head: tokens [B, N, T, C] to the prediction [B, latent channels, T, H, W]."""
+    def _predict(self, x: Any, condition: Condition, grid: Grid) -> Tensor:
+        """Apply the head: what layers gave [B, N, T, C] to the prediction [B, latent channels, T, H, W]."""
         # The head's shift and scale are values of the model's dtype, unlike the blocks' modulation.
         table = (self.modulation + condition.time_embedding[:, None]).to(x.dtype)
         shift, scale = table[:, 0, None, None], 1 + table[:, 1, None, None]

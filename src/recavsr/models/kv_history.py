@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recavsr.cache_policy import AnchorRule, CacheAction
+from recavsr.layers import copy_both
 from recavsr.state import State
 
 
@@ -64,10 +65,11 @@ def extend(
 
 
 class Move(NamedTuple):
-    """Copy latent `source` of the new block, or of the history itself, into slot `target`."""
+    """Copy latents of the new block, or of the history itself, into slots from `target` on."""
 
     target: int
-    source: int
+    source: int  # the first of them
+    latents: int
     new: bool
 
 
@@ -95,7 +97,11 @@ def plan_overwrite(
         if position in kept:
             slot = free.pop(0) if free else len(slots)
             slots[slot : slot + 1] = [position]
-            moves.append(Move(slot, index, new=True))
+            run = moves[-1] if moves else None
+            if run and (run.target + run.latents, run.source + run.latents) == (slot, index):
+                moves[-1] = run._replace(latents=run.latents + 1)
+            else:
+                moves.append(Move(slot, index, 1, new=True))
     while free:  # fewer are kept than before: the last ones move up
         slot, last = free[0], len(slots) - 1
         if last in free:
@@ -103,7 +109,7 @@ def plan_overwrite(
         else:
             free.remove(slot)
             slots[slot] = slots[last]
-            moves.append(Move(slot, last, new=False))
+            moves.append(Move(slot, last, 1, new=False))
         slots.pop()
     return HistoryPlan(len(held), tuple(moves), tuple(slots))
 
@@ -125,10 +131,10 @@ def overwrite(
     if history is None and not plan.positions:
         return None
     history = _with_room(history, keys, values, action.capacity(rule))
+    held = history.keys, history.values
     for move in plan.moves:
-        _copy(history.keys, move.target, keys if move.new else history.keys, move.source)
-        _copy(history.values, move.target, values if move.new else history.values, move.source)
-    return KVHistory(history.keys, history.values, plan.positions)
+        _copy(held, move.target, (keys, values) if move.new else held, move.source, move.latents)
+    return KVHistory(*held, plan.positions)
 
 
 def _with_room(history: KVHistory | None, keys: Tensor, values: Tensor, slots: int) -> KVHistory:
@@ -143,12 +149,15 @@ def _with_room(history: KVHistory | None, keys: Tensor, values: Tensor, slots: i
     return made
 
 
-def _copy(target: Tensor, slot: int, source: Tensor, index: int) -> None:
-    """Copy one latent [B, G, N, D], in words of eight bytes: on a card strided copies go number by number."""
-    place, found = target[..., slot, :], source[..., index, :]
-    if place.shape[-1] * place.element_size() % 8 == 0:
-        place, found = place.view(torch.int64), found.view(torch.int64)
-    place.copy_(found)
+def _copy(
+    targets: tuple[Tensor, Tensor], slot: int, sources: tuple[Tensor, Tensor], first: int, count: int
+) -> None:
+    """Copy `count` latents of keys and values [B, G, N, T, D], from `first` on, into slots from `slot` on."""
+    (keys, values), (found_keys, found_values) = targets, sources
+    copy_both(
+        (keys[..., slot : slot + count, :], values[..., slot : slot + count, :]),
+        (found_keys[..., first : first + count, :], found_values[..., first : first + count, :]),
+    )
 
 
 def latents_at(x: Tensor, index: Sequence[int]) -> Tensor:

@@ -75,13 +75,17 @@ class LRProjector(nn.Module):
             x = unshuffle_frames(lr_frames, self.latent_stride)
             first, x = self.conv1.step(state.first, x, in_place)
             second, x = self.conv2.step(state.second, self.norm1.silu(x), in_place)  # x may be empty
-        tokens = self.norm2.silu(x).flatten(3).permute(0, 3, 2, 1).contiguous()
+            x = self.norm2.silu(x)
+        tokens = x.flatten(3).permute(0, 3, 2, 1).contiguous()
         return LRProjectorState(first, second), self.out_proj(tokens)
 
     def _convolved_in_rooms(
         self, state: LRProjectorState, lr_frames: Tensor, in_place: bool
     ) -> tuple[ConvHistory, ConvHistory, Tensor]:
-        """Apply both convolutions; what they read is written where it lies behind its history."""
+        """Apply both convolutions and norms; what is read is written where it lies behind its history.
+
+        The norms add the convolutions' biases in their own pass.
+        """
         height, width = (side // self.latent_stride for side in lr_frames.shape[3:])
         seen, room = self.conv1.room(lr_frames, lr_frames.shape[2], height, width)
         cells = room.permute(0, 2, 3, 4, 1).unflatten(4, (-1, self.latent_stride, self.latent_stride))
@@ -89,10 +93,10 @@ class LRProjector(nn.Module):
         first, x = self.conv1.step_in_room(state.first, seen, in_place)
         del room, cells, seen
         seen, room = self.conv2.room(x, x.shape[2], height, width)
-        self.norm1.silu(x, room)  # x may be empty
+        self.norm1.silu(x, room, self.conv1.bias)  # x may be empty
         del x, room
         second, x = self.conv2.step_in_room(state.second, seen, in_place)
-        return first, second, x
+        return first, second, self.norm2.silu(x, bias=self.conv2.bias)
 
 
 def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
