@@ -283,7 +283,7 @@ def block(model: Any, precision: str, ceilings: Any) -> None:
 
 def unbroken(model: Any, state: Any) -> dict[str, float]:
     """Run twelve blocks without waiting in between: ms of each, and ms to issue it."""
-    frames = random_frames(8, SIZE, CARD).to(model.dtype)
+    frames = random_frames(8, SIZE, CARD, model.dtype)
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(12):
@@ -315,7 +315,7 @@ def pictures(model: Any) -> None:
     began = time.perf_counter()
     session.push(clip[165:])
     keep("session, pictures to pictures, FPS", len(clip[165:]) / (time.perf_counter() - began))
-    frames = random_frames(8, SIZE, CARD).to(model.dtype)
+    frames = random_frames(8, SIZE, CARD, model.dtype)
     keep(
         "to pictures ms", milliseconds(lambda: to_picture(frames, (1080, 1920), np.dtype(np.uint8)), CARD, 9)
     )
@@ -337,7 +337,7 @@ def first_pieces(model: Any, precision: str) -> None:
         decoder_module.CARD_PIECE_LATENTS = latents
         took = []
         for _ in range(4):
-            state, frames = model.start(*SIZE), random_frames(21, SIZE, CARD).to(model.dtype)
+            state, frames = model.start(*SIZE), random_frames(21, SIZE, CARD, model.dtype)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
@@ -356,7 +356,7 @@ def peaks(model: Any, precision: str, size: tuple[int, int]) -> None:
     peaks = []
     state = model.start(*size)
     for index in range(3):
-        frames = random_frames(model.blocks.frames(index), size, CARD).to(model.dtype)
+        frames = random_frames(model.blocks.frames(index), size, CARD, model.dtype)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 1e9
         with torch.inference_mode():

@@ -92,7 +92,7 @@ def agreement(model: SharedModel, size: tuple[int, int]) -> dict[str, list[float
     alone, errors, usual = one_card(model), [], []
     states: list[Any] = [alone.start(*size), alone.start(*size), model.start(*size)]
     for index in range(4):
-        lr_frames = random_frames(model.blocks.frames(index), size, model.device).to(model.dtype)
+        lr_frames = random_frames(model.blocks.frames(index), size, model.device, model.dtype)
         other = (lr_frames.float() * (1 + 2.0**-9 * torch.randn_like(lr_frames.float()))).to(model.dtype)
         steps: list[tuple[Any, Tensor]] = [(alone, lr_frames), (alone, other), (model, lr_frames)]
         frames = []
@@ -122,7 +122,7 @@ def exchange(model: SharedModel, size: tuple[int, int]) -> dict[str, float]:
 
     state, found = model.start(*size), []
     for index in range(6):
-        lr_frames = random_frames(model.blocks.frames(index), size, model.device).to(model.dtype)
+        lr_frames = random_frames(model.blocks.frames(index), size, model.device, model.dtype)
         marks.clear()
         Band._exchange = timed  # type: ignore[method-assign]
         try:

@@ -145,16 +145,21 @@ def stream_times(
     """
     state, times = model.start(*size), []
     for index in range(blocks):
-        lr_frames = random_frames(model.blocks.frames(index), size, model.device).to(model.dtype)
+        lr_frames = random_frames(model.blocks.frames(index), size, model.device, model.dtype)
         watch = Stopwatch(model.device)
         state = part(state, lr_frames)
         times.append(watch.stop())
     return times, state
 
 
-def random_frames(count: int, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return frames [1, 3, count, H, W] in [-1, 1], as a session gives them to a model."""
-    return torch.rand(1, 3, count, *size, device=device) * 2 - 1
+def random_frames(
+    count: int, size: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return frames [1, 3, count, H, W] in [-1, 1], as a session gives them to a model of that `dtype`.
+
+    They are made in their own memory: copies would be what a peak shows.
+    """
+    return torch.rand(1, 3, count, *size, device=device, dtype=dtype).mul_(2).sub_(1)
 
 
 def measure_stream(
