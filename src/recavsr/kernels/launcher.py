@@ -1,4 +1,4 @@
-"""Triton kernels launched by their compiled forms: Triton's own search for these takes longer."""
+"""Triton kernels launched by their compiled forms: Triton's own search takes the host longer than the rest."""
 
 from __future__ import annotations
 
