@@ -32,49 +32,6 @@ def interpreted() -> Any:
     return SimpleNamespace(pictures=pictures, rows=rows, window=window)
 
 
-def test_a_kernel_is_searched_once_for_arguments_of_a_kind() -> None:
-    pytest.importorskip("triton", reason="no Triton here")
-    from recavsr.kernels.launcher import _Launcher
-
-    class Kernel:
-        """Stand in for a kernel: its forms remember what they were launched with."""
-
-        arg_names = ("x_at", "rows", "scale", "WIDTH", "SILU")
-
-        def __init__(self) -> None:
-            self.searched, self.launched = 0, []
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def search(*args: Any, SILU: bool, WIDTH: int, num_warps: int) -> Any:
-                self.searched += 1
-                return {(2, 3, 1): lambda *given: self.launched.append(given)}
-
-            return search
-
-    kernel = Kernel()
-    launch = _Launcher(kernel)[2, 3]
-    whole, constants = torch.zeros(64), {"SILU": True, "WIDTH": 8, "num_warps": 4}
-    launch(whole, 32, 0.5, **constants)
-    launch(whole + 1, 48, 0.25, **constants)  # divides by 16 as well, lies as well
-    assert kernel.searched == 1
-    ((x, *others),) = kernel.launched
-    assert torch.equal(x, whole + 1)
-    assert others == [48, 0.25, 8, True]
-    for changed in (
-        ((whole[1:], 32, 0.5), {}),
-        ((whole.half(), 32, 0.5), {}),
-        ((whole, 1, 0.5), {}),
-        ((whole, 40, 0.5), {}),
-        ((whole, 1 << 31, 0.5), {}),
-        ((whole, 32, 0.5), {"SILU": False}),
-        ((whole, 32, 0.5), {"num_warps": 8}),
-    ):
-        before = kernel.searched
-        launch(*changed[0], **constants | changed[1])
-        assert kernel.searched == before + 1
-    assert len(kernel.launched) == 1
-
-
 @pytest.mark.parametrize(
     ("grid", "window", "latents", "repeats", "past"),
     [

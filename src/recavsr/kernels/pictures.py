@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recavsr.kernels.launcher import by_handle
-
 _COLUMNS = 512
 
 
@@ -28,7 +26,6 @@ def levels_of(frames: Tensor, white: int) -> Tensor:
     return out
 
 
-@by_handle
 @triton.jit
 def _levels(frames_at, out_at, s_f, s_c, s_h, s_w, height, width, half, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recavsr.kernels.launcher import by_handle
-
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -171,7 +169,6 @@ def _store_float8(values_at, scale_at, row, value, channel, here, C: tl.constexp
     tl.store(scale_at + row, largest / 448.0)
 
 
-@by_handle
 @triton.jit
 def _add_norm(
     x_at, update_at, weight_at, total_at, normal_at, scale_at, x_row, update_row, eps,
@@ -202,7 +199,6 @@ def _add_norm(
         tl.store(normal_at + row * C + channel, normal.to(normal_at.dtype.element_ty), mask=here)
 
 
-@by_handle
 @triton.jit
 def _quantize(x_at, values_at, scale_at, x_row, C: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -215,7 +211,6 @@ def _quantize(x_at, values_at, scale_at, x_row, C: tl.constexpr, BLOCK: tl.const
     _store_float8(values_at, scale_at, row, x, channel, here, C)
 
 
-@by_handle
 @triton.jit
 def _norm_rotate(
     qkv_at, query_weight_at, key_weight_at, table_at, query_at, key_at, qkv_row, table_rows, eps,
@@ -239,7 +234,6 @@ def _norm_rotate(
     tl.store(out_at + row * C + channel, out, mask=here)
 
 
-@by_handle
 @triton.jit
 def _rotate_heads(
     qkv_at, key_weight_at, value_weight_at, table_at, out_at, lines, table_rows, eps,
@@ -266,7 +260,6 @@ def _rotate_heads(
     tl.store(out_at + place, tl.reshape(out, [LINES, D]).to(out_at.dtype.element_ty), mask=here)
 
 
-@by_handle
 @triton.jit
 def _swiglu(gate_up_at, out_at, C: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -279,7 +272,6 @@ def _swiglu(gate_up_at, out_at, C: tl.constexpr, BLOCK: tl.constexpr):
     )
 
 
-@by_handle
 @triton.jit(do_not_specialize=["count", "groups", "cells", "latents"])
 def _copy_both(
     to_at, to2_at, from_at, from2_at,

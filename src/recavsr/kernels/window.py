@@ -22,7 +22,6 @@ from torch import Tensor
 
 from recavsr.attention import SpatialWindow
 from recavsr.geometry import Grid
-from recavsr.kernels.launcher import by_handle
 
 FAR = tl.constexpr(1 << 20)
 LOG2_E = 1.4426950408889634
@@ -236,7 +235,6 @@ def _first(
     return first
 
 
-@by_handle
 @triton.jit(do_not_specialize=["latents", "latents2", "grid_h", "grid_w"])
 def _window_attention(
     tiles_at, query_at, key_at, value_at, key2_at, value2_at, out_at,
