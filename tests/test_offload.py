@@ -123,10 +123,10 @@ def test_a_plan_keeps_to_its_budget_and_uses_it(budget: float) -> None:
 
 
 def test_on_a_card_nothing_is_gathered_or_joined() -> None:
-    for weight, peak in ((2, 12.75e9), (1, 8.44e9)):  # measured on an H200
+    for weight, peak in ((2, 12.39e9), (1, 8.10e9)):  # measured on an H200
         sizes = (recavsr_5b(), recavsr_5b_decoder(), (1088, 1920), PLAN, 10**11, 512, 2, weight)
         card, plain = plan_memory(*sizes, kernels=True), plan_memory(*sizes)
-        assert card.peak - ALLOWANCE == pytest.approx(peak, rel=0.03)
+        assert peak <= card.peak - ALLOWANCE <= 1.08 * peak
         assert card.held == plain.held
         assert card.peak < plain.peak
     cheap = plan_memory(*sizes[:4], int(8e9), *sizes[5:], kernels=True)
