@@ -181,6 +181,7 @@ def _scoped(scopes: tuple[Scope, ...], micro: Micro, route: Schedule | None) -> 
         batches=BatchSettings(micro.clips, 4 * micro.latents - 3),
         frames=replace(made.frames, perceptual_weight=micro.perceptual_weight),
         train_decoder=False,
+        hard_lr_share=0.0,
     )
     return (stage2_stage(micro.run(1), settings, msq=replace(NANO_MSQ, scopes=scopes)),)
 

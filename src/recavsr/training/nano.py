@@ -239,7 +239,7 @@ def _steady(stage: Stage) -> Stage:
 
     Both blur a little; the weight of structure is there to hold against it.
     """
-    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=1.0, structure_weight=0.3)
+    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=2.0, structure_weight=0.5)
 
 
 def autoencoder_stage() -> Stage:
@@ -262,12 +262,12 @@ def teacher_stage() -> Stage:
 
 def joint_stage() -> Stage:
     """Generator and decoder together by RGB losses through self-rollout over 6 + 4 x 2 latents."""
-    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4), hard_lr_share=0.4))
+    return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4), hard_lr_share=0.6))
 
 
 def polish_stage() -> Stage:
     """The joint stage with a perceptual loss at a low rate."""
-    return replace(joint_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.06, hard_lr_share=0.0)
+    return replace(joint_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.1, hard_lr_share=0.2)
 
 
 def control_stage() -> Stage:
@@ -277,7 +277,7 @@ def control_stage() -> Stage:
 
 def control_polish_stage() -> Stage:
     """The control with the polish stage's perceptual loss."""
-    return replace(control_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.06)
+    return replace(control_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.1)
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:

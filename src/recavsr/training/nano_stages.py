@@ -138,4 +138,5 @@ def stage2_settings() -> Stage2Settings:
         settings,
         batches=BatchSettings(clips=11, frames=53),
         frames=polish_stage().frame_losses,
+        hard_lr_share=polish_stage().hard_lr_share,
     )

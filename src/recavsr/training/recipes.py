@@ -60,8 +60,8 @@ SECONDS = {
 SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 
 
-NANO_PAIRS = PairSettings(frames=53, still_fraction=0.35)
-"""Clips of 14 latents: 6 + 4 x 2. Of those from photos a third stand still: where pulses and flicker show."""
+NANO_PAIRS = PairSettings(frames=53, still_fraction=0.5)
+"""Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show."""
 
 OpenNano = Callable[[Setup], NanoTraining]
 """Makes the networks that a stage trains, on any device."""
@@ -186,7 +186,7 @@ def _timed(seconds: float) -> RunSettings:
 
 
 def nano_full() -> Recipe:
-    """nano: a decoder alone, latents added to it, then the paper's stages. 28 minutes on one large card."""
+    """nano: a decoder alone, latents added to it, then the paper's stages. 33 minutes on one large card."""
     joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
         nano_stage("control", _timed(430)),
@@ -194,9 +194,9 @@ def nano_full() -> Recipe:
         nano_stage("autoencoder", _timed(120)),
         stage1_stage("adaptation", _timed(120)),
         stage1_stage("routing", _timed(100)),
-        nano_stage("joint", _timed(400), joint),
-        nano_stage("polish", _timed(160), polish),
-        stage2_stage(_timed(180)),
+        nano_stage("joint", _timed(520), joint),
+        nano_stage("polish", _timed(170), polish),
+        stage2_stage(_timed(370)),
     )
     return Recipe(about(nano_full), stages, NANO_PAIRS)
 
