@@ -108,11 +108,12 @@ def record(url: str, path: Path) -> subprocess.Popen:
 def pulses(path: Path, rate: float = 25) -> tuple[list[float], list[float], int]:
     """Return when flashes and beeps begin in a recording, in seconds, and its number of frames.
 
-    A flash whose first frame may have been dropped (the frame before it is missing) is left out.
+    A flash whose first frame may have been dropped (the frame before it is missing) is left out, and so is a
+    beep with which the sound comes back after a gap: its beginning may lie there.
     """
     flashes, beeps, frames = [], [], 0
     lit, before = False, None
-    sounding_until = -1.0
+    sounding_until, heard_until, back_at = -1.0, None, -1.0
     with av.open(str(path)) as container:
         for frame in container.decode(video=0):
             frames += 1
@@ -123,10 +124,14 @@ def pulses(path: Path, rate: float = 25) -> tuple[list[float], list[float], int]
             lit, before = bright, frame.time
     with av.open(str(path)) as container:
         for frame in container.decode(audio=0):
+            length = frame.samples / frame.sample_rate
+            if heard_until is not None and frame.time > heard_until + length / 2:
+                back_at = frame.time
+            heard_until = frame.time + length
             loud = np.abs(frame.to_ndarray().astype(np.float32)).max(0) > 0.15
             for at in np.flatnonzero(loud):
                 moment = frame.time + at / frame.sample_rate
-                if moment > sounding_until + 0.2:
+                if moment > sounding_until + 0.2 and moment > back_at + 0.05:
                     beeps.append(moment)
                 sounding_until = moment
     return flashes, beeps, frames

@@ -740,6 +740,23 @@ def test_what_a_playlist_gives_again_is_not_shown_again(tmp_path: Path, web: str
     assert not any(event.kind == "reconnected" for event in events)
 
 
+def test_a_beep_whose_beginning_was_lost_is_no_pair(tmp_path: Path, loop: ModuleType) -> None:
+    made = tmp_path / "lost.mkv"
+    with av.open(str(make_pulses(tmp_path / "in.mp4", 3.0))) as source, av.open(str(made), "w") as target:
+        copies = {s.index: target.add_stream_from_template(s, opaque=True) for s in source.streams}
+        for packet in source.demux():
+            lost = packet.stream.type == "audio" and packet.pts is not None
+            if packet.dts is None or (lost and 0.9 < packet.pts * packet.time_base < 1.06):
+                continue
+            packet.stream = copies[packet.stream_index]
+            target.mux(packet)
+    flashes, beeps, _ = loop.pulses(made)
+    assert len(flashes) == 3
+    offsets = loop.offsets(flashes, beeps)
+    assert len(offsets) == 2
+    assert max(map(abs, offsets)) < 0.040
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("route", "to"), [("rtmp", "tcp"), ("rtsp", "tcp"), ("udp", "hls"), ("srt", "srt")])
 def test_the_loop(route: str, to: str, tmp_path: Path, ffmpeg: str, loop: ModuleType) -> None:
