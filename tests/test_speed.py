@@ -136,7 +136,6 @@ def test_a_whole_run(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["size"], row["precision"], row["peak_gb"]) == ("32x48", precision, None)
     times = [row["fps"], row["block_ms"], row["first_output_s"], row["generator"]["block_ms"]]
     assert all(time > 0 for time in times)
-    assert row["generator"]["block_ms"] < row["block_ms"] * 2
     assert set(row["parts_ms"]) >= {"lr_projector", "products", "attention", "decoder", "decoder_attention"}
     total = sum(value for name, value in row["floor_ms"].items() if name != "total")
     assert row["floor_ms"]["total"] == pytest.approx(total, abs=0.01)
