@@ -133,10 +133,10 @@ def decoder_settings() -> DecoderSettings:
 
 def stage2_settings() -> Stage2Settings:
     """Return the settings of nano's Stage 2: clips of 14 latents, frame losses as in the short form."""
-    settings = nano_stage2()
+    polish = polish_stage()
     return replace(
-        settings,
+        nano_stage2(),
         batches=BatchSettings(clips=11, frames=53),
-        frames=polish_stage().frame_losses,
-        hard_lr_share=polish_stage().hard_lr_share,
+        frames=polish.frame_losses,
+        hard_lr_share=polish.hard_lr_share,
     )
