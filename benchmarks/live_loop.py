@@ -3,11 +3,12 @@
     python benchmarks/live_loop.py [--seconds 300] [--model identity] [-o benchmarks/results/live_loop.json]
 
 An ffmpeg executable draws a white flash and sounds a tone in the first 80 ms of every second, and sends
-both by one of the routes. It is killed at each of the drop-outs and started again. `recavsr live` sends what
-it makes as MPEG-TS, over TCP or SRT, to a second ffmpeg, which records it, or writes a playlist. In the
-recording each flash is compared with the beep nearest to it. The command is a process of its own: its memory
-and its processor time are sampled, its events are its JSON lines. It is ended by an interrupt. The row goes
-into the result file in place of one with the same settings.
+both by one of the routes. The time counts from when the output is open. The source is killed at each of the
+drop-outs and started again. `recavsr live` sends what it makes as MPEG-TS, over TCP or SRT, to a second
+ffmpeg, which records it, or writes a playlist. In the recording each flash is compared with the beep nearest
+to it. The command is a process of its own: its memory and its processor time are sampled, its events are its
+JSON lines. It is ended by an interrupt. The row goes into the result file in place of one with the same
+settings.
 """
 
 from __future__ import annotations
@@ -258,6 +259,7 @@ def run(
                 time.sleep(0.5)
             sender = send()
             live.wait_for("connected", text='"source"')
+            live.wait_for("connected", text='"output"')  # until it is open, frames may be dropped
             usage.start()
             stretch = seconds / (len(away) + 1)
             for number, pause in enumerate(away, 1):

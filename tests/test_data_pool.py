@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -126,6 +128,37 @@ def test_parts_stay_below_their_size_and_hold_everything(data: Path, tmp_path: P
     assert PackIndex.load(tmp_path / "pack") == index
     with pytest.raises(InputError, match="not empty"):
         build_pack(data, tmp_path / "pack", part_bytes=10**8)
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from recavsr.data import clips
+def hang(job):
+    print("decoding", flush=True)
+    time.sleep(100)
+clips._decode_item = hang
+clips.ClipSource.open(sys.argv[1], cache=Path(sys.argv[2]), processes=0)
+"""
+
+
+def test_what_a_killed_process_decoded_is_removed(pack: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HANGS, pack, tmp_path], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"decoding\n"
+    (unfinished,) = tmp_path.iterdir()
+    told: list[str] = []
+    source = ClipSource.open(pack, cache=tmp_path, processes=0, say=told.append)
+    assert len(told) == 1
+    assert str(source.cache) in told[0]
+    assert set(tmp_path.iterdir()) == {unfinished, source.cache}  # it is still at work
+    process.kill()
+    process.communicate()
+    (source.cache / "complete").unlink()
+    ClipSource.open(pack, cache=tmp_path, processes=0, say=told.append)
+    ClipSource.open(pack, cache=tmp_path, processes=0, say=told.append)
+    assert len(told) == 2
+    assert list(tmp_path.iterdir()) == [source.cache]
 
 
 def test_an_incomplete_pack_is_refused(pack: Path, tmp_path: Path, cache: Path) -> None:

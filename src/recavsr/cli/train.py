@@ -38,6 +38,10 @@ def command(
         bool,
         typer.Option("--degrade-on-device", help="Streamed data: degrade clips on the GPU, not by workers."),
     ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder of decoded clips; default: shared memory if large, else temporary files."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, noise and data.")] = 0,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights, file or folder.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers first.")] = False,
@@ -92,6 +96,7 @@ def command(
             lpips=lpips,
             compiled=frozenset(stage.name for stage in chosen.stages if compiled),
             degrade_on_device=degrade_on_device,
+            cache=cache,
         ),
         console.say,
     )

@@ -21,13 +21,14 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,6 +38,7 @@ from recavsr.video.memory_codec import Planes, decode_planes
 
 _CELL = 32  # pixels a side of the cells in which detail is measured
 _LEVELS = 2
+_LOCK = "lock"  # held in a folder by who decodes into it
 _CACHE_FORMAT = 1  # raise it when the same pack is to be decoded into other pixels
 
 
@@ -605,12 +607,18 @@ class ClipSource(StoredClips):
 
     @staticmethod
     def open(
-        folder: Path | str, *, cache: Path | None = None, processes: int = 16, split: str = "train"
+        folder: Path | str,
+        *,
+        cache: Path | None = None,
+        processes: int = 16,
+        split: str = "train",
+        say: Callable[[str], None] | None = None,
     ) -> ClipSource:
         """Decode a pack (once: the result stays in `cache`) and open it.
 
         processes: how many decode at the same time; 0 decodes in this process. Scripts that call this with
-        processes need the usual `if __name__ == "__main__"`. Raises InputError if the pack is incomplete.
+        processes need the usual `if __name__ == "__main__"`. say: is told before it decodes. Raises
+        InputError if the pack is incomplete, or the cache can't hold it.
         """
         folder = Path(folder).resolve()
         index = PackIndex.load(folder)
@@ -624,7 +632,7 @@ class ClipSource(StoredClips):
         digest = hashlib.sha256(identity).hexdigest()[:16]
         place = (default_cache() if cache is None else cache) / digest
         if not (place / "complete").is_file():
-            _fill_cache(folder, place, index, processes)
+            _fill_cache(folder, place, index, processes, say or (lambda text: None))
         return ClipSource(folder, place, split)
 
     def arguments(self) -> tuple[Path, Path, str]:
@@ -632,14 +640,20 @@ class ClipSource(StoredClips):
         return self.folder, self.cache, self.split
 
 
-def _fill_cache(folder: Path, place: Path, index: PackIndex, processes: int) -> None:
+def _fill_cache(
+    folder: Path, place: Path, index: PackIndex, processes: int, say: Callable[[str], None]
+) -> None:
     shots, photos, total = _layout(index)
     place.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(place)
     if shutil.disk_usage(place.parent).free < total + 2**28:
         raise InputError(
             f"{place.parent}: too little room for {total / 1e9:.1f} GB of decoded clips; choose another cache"
         )
-    work = Path(tempfile.mkdtemp(prefix=place.name, dir=place.parent))
+    say(f"decoding {folder} into {place}: {total / 1e9:.1f} GB, kept for the next run (remove it when done)")
+    work = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
+    lock = FileLock(work / _LOCK)
+    lock.acquire(blocking=False)
     try:
         path = work / "pixels.u8"
         with path.open("wb") as file:
@@ -668,10 +682,24 @@ def _fill_cache(folder: Path, place: Path, index: PackIndex, processes: int) -> 
         (work / "complete").write_text(json.dumps({"bytes": total}))
         if place.exists():
             shutil.rmtree(place)
+        lock.release()
         work.rename(place)
     except BaseException:
+        lock.release()
         shutil.rmtree(work, ignore_errors=True)
         raise
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove what processes that were killed had decoded of the same pack."""
+    for left in place.parent.glob(f"{place.name}-*"):
+        lock = FileLock(left / _LOCK)
+        try:
+            lock.acquire(blocking=False)
+        except (Timeout, OSError):  # it lives, or has just gone
+            continue
+        lock.release()
+        shutil.rmtree(left, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- geometry shared by both renderers

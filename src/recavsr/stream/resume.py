@@ -22,8 +22,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from recavsr.errors import InputError
@@ -32,11 +33,6 @@ from recavsr.stream.step import BlockModel
 from recavsr.video.output import sync, write_error
 from recavsr.video.source import Source
 from recavsr.video.writer import Writer
-
-try:
-    import fcntl
-except ImportError:  # Windows: two runs of one output at once go unnoticed there
-    fcntl = None  # type: ignore[assignment]
 
 CHECKPOINT_SECONDS = 20.0
 
@@ -63,7 +59,7 @@ class Work:
         """Frames that are safe, or None before the first checkpoint."""
         self._session: Path | None = None
         self._facts: dict[str, Any] = {}
-        self._lock: IO[bytes] | None = None
+        self._lock: FileLock | None = None
         self._saved_at = time.monotonic()
 
     def check(self, facts: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
@@ -226,17 +222,15 @@ class Work:
             (self.folder / "output").unlink(
                 missing_ok=True
             )  # made anew from the packets, and the disk may be full
-        self._lock.close()
+        self._lock.release()
 
     def _take_lock(self) -> None:
         assert self.folder is not None
-        lock = open(self.folder / "lock", "wb")  # noqa: SIM115
-        if fcntl is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.close()
-                raise InputError(f"{self._output}: another run is writing it just now") from None
+        lock = FileLock(self.folder / "lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise InputError(f"{self._output}: another run is writing it just now") from None
         self._lock = lock
 
     def _clear(self) -> None:

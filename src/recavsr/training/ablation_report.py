@@ -321,6 +321,7 @@ def _how(results: Sequence[Result]) -> list[str]:
             "on {}": environment.get("device"),
             "torch {}": environment.get("versions", {}).get("torch"),
             "commit {}": environment.get("commit"),
+            "{}": result.get("note"),
         }
         text = ", ".join(form.format(fact) for form, fact in facts.items() if fact is not None)
         made.setdefault(text or "not recorded", []).append(f"{result['variant']}-{result['seed']}")

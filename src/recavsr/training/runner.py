@@ -101,6 +101,7 @@ class RunOptions:
     lpips: Path | None = None
     compiled: frozenset[str] = frozenset()  # stages whose layers are compiled first
     degrade_on_device: bool = False  # of streamed data: by `data.degradation_batch`, not by the workers
+    cache: Path | None = None  # folder of what is decoded before; None: `data.clips.default_cache`
 
 
 def with_budget(recipe: Recipe, *, seconds: float | None = None, steps: int | None = None) -> Recipe:
@@ -321,7 +322,9 @@ def _open_data(
     if world.leads:
         pack = _pack(recipe, options, tell)
     pack = world.agree(pack if world.leads else None)
-    cache = options.out / "data" / "decoded" if recipe.sample_of_data else None
+    cache = options.cache
+    if cache is None and recipe.sample_of_data:
+        cache = options.out / "data" / "decoded"
     if recipe.data == "stream":
         stream = _in_turn(world, lambda: ClipStream.open(pack, cache=cache))
         with ExitStack() as stack:
@@ -345,7 +348,7 @@ def _open_data(
 
             yield source
         return
-    clips = _in_turn(world, lambda: ClipSource.open(pack, cache=cache, processes=options.workers))
+    clips = _in_turn(world, lambda: ClipSource.open(pack, cache=cache, processes=options.workers, say=say))
     if recipe.data == "exact":
         yield lambda stage: PairSource(
             clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
@@ -354,7 +357,13 @@ def _open_data(
     # Each rank has workers of its own, and none makes a clip again that the run had before.
     seed, made = options.seed + 1_000_003 * world.rank, _records_made(recipe, options)
     with TrainingPool(
-        pack, world.device, workers=options.workers, settings=recipe.pairs, seed=seed, first=made
+        pack,
+        world.device,
+        workers=options.workers,
+        settings=recipe.pairs,
+        seed=seed,
+        first=made,
+        cache=cache,
     ) as pool:
         pool.fill(options.fill)
         tell(f"pool: {pool.count} records")
