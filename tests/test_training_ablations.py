@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from media import drawn
 from recavsr.cache_policy import CacheAction, Schedule
+from recavsr.cli.main import run
 from recavsr.data.clips import ClipSource
 from recavsr.data.pack import build_pack
 from recavsr.data.pool import PairSettings
@@ -107,7 +106,7 @@ def test_every_variant_is_a_recipe(capsys: pytest.CaptureFixture) -> None:
         recipe = ablation(name, Micro(seconds=120), route)
         assert sum(stage.run.seconds or 0 for stage in recipe.stages) == pytest.approx(120)
         assert recipe.pairs.bursts == VARIANTS[name].bursts
-    assert ablations.main(["--list"]) == 0
+    assert run(["ablate", "list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in VARIANTS)
 
@@ -186,14 +185,20 @@ def test_cards_share_the_jobs(bench: Bench, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ablations.subprocess, "Popen", Process)
     ClipSource.open(bench.pack, cache=bench.cache, processes=0)
     monkeypatch.setattr(ablations.ClipSource, "open", lambda *_, **__: None)
-    arguments = ["--run", "cache", "--seeds", "3", "--pack", str(bench.pack), "--start", str(bench.start)]
-    assert ablations.main([*arguments, "--out", str(tmp_path), "--device", "cpu", "--cards", "2"]) == 0
+    arguments = ["ablate", "run", "cache", "--seeds", "3", "--data", str(bench.pack), "--seconds", "60"]
+    arguments += ["--start", str(bench.start), "--out", str(tmp_path), "--device", "cpu"]
+    assert run([*arguments, "--cards", "2"]) == 0
     assert [card for _, card in calls] == ["0", "1"]
     ran: list[str] = []
-    monkeypatch.setattr(ablations, "run_jobs", lambda jobs, *_: ran.extend(job.name for job in jobs))
+
+    def note(jobs: list[Job], bench: Bench, *_: object) -> None:
+        assert bench.micro.seconds == 60
+        ran.extend(job.name for job in jobs)
+
+    monkeypatch.setattr(ablations, "run_jobs", note)
     for command, _ in calls:
-        assert command[1:3] == ["-m", "recavsr.training.ablations"]
-        assert ablations.main(command[3:]) == 0
+        assert command[1:3] == ["-m", "recavsr"]
+        assert run(command[3:]) == 0
     assert ran == ["uniform-3r-3", "routed-3", "no-recycling-3", "uniform-r-3"]
 
 
@@ -274,22 +279,27 @@ def test_what_is_done_is_not_done_again(results: list[dict], bench: Bench) -> No
     assert "left out, `routed` must run first" in said[-1]
 
 
-def test_the_command_says_what_it_lacks() -> None:
-    with pytest.raises(InputError, match="--run needs --pack --out"):
-        ablations.main(["--run", "cache", "--start", "X"])
-    with pytest.raises(InputError, match=r"no results in nowhere: .*results\.jsonl"):
-        ablations.main(["--report", "nowhere"])
-
-
-def test_a_module_that_is_refused_exits_with_2() -> None:
-    command = [sys.executable, "-m", "recavsr.training.ablations", "--run", "all", "--pack", "P"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: --run needs --start --out\n")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "cache", "--start", "X"], "Missing option '--data'"),
+        (["run", "caches", "--data", "P", "--start", "X", "--out", "O"], "no ablation 'caches'; choose of"),
+        (["run", "cache", "--data", "P", "--start", "X", "--out", "O", "--seeds", "0 1"], "--seeds takes"),
+        (["report", "nowhere"], "no results in nowhere: "),
+    ],
+)
+def test_the_command_says_what_it_lacks(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(["ablate", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def test_the_record_of_the_repository_is_rendered(capsys: pytest.CaptureFixture) -> None:
     record = Path(__file__).parents[1] / "benchmarks" / "results" / "ablations.jsonl"
-    assert ablations.main(["--report", str(record)]) == 0
+    assert run(["ablate", "report", str(record)]) == 0
     assert "| Uniform (3R) (`uniform-3r`) | " in capsys.readouterr().out
 
 

@@ -17,6 +17,7 @@ import typer
 
 import recavsr
 from recavsr.cli import (
+    ablate,
     batch,
     bench,
     convert,
@@ -56,6 +57,7 @@ app.command("bench")(bench.command)
 app.command("train")(train.command)
 app.command("degrade")(degrade.command)
 app.command("doctor")(doctor.command)
+app.add_typer(ablate.app, name="ablate")
 app.add_typer(data.app, name="data")
 app.add_typer(models.app, name="models")
 app.add_typer(route.app, name="route")

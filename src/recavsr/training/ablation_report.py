@@ -131,7 +131,7 @@ TABLES: dict[str, Table] = {
             _LPIPS,
             _TD,
             _FLICKER,
-            _cost("slots", "slots", ".0f"),
+            _cost("slots", "slots", ".3g"),
             _cost("KV (MB)", "history_bytes", ".0f", 1e6),
             Column("FLOPs (x)", lambda result: result["history_latents"], ".2f", share_of="uniform-3r"),
             *_HELD_OUT,

@@ -1,18 +1,13 @@
 """The paper's ablations at a micro scale: nano's stages for minutes, each variant on the same autoencoder.
 
-    python -m recavsr.training.ablations --list
-    python -m recavsr.training.ablations --run cache decoder --seeds 0 1 --pack PACK --start MODEL --out OUT
-    python -m recavsr.training.ablations --report OUT
-
-Variants run one after another on one pool of data. Each is trained from `--start` (a nano model folder),
-whose encoder rests, and measured as the folder that it exports, on the pack's held-back items. A finished
-one is a line in OUT/results.jsonl and is not run again, so an interrupted call can be repeated; with
-`--cards N` the variants are spread over N cards. docs/training.md says what is varied.
+Variants run one after another on one pool of data (`recavsr ablate run`). Each is trained from a nano model
+folder, whose encoder rests, and measured as the folder that it exports, on the pack's held-back items. A
+finished one is a line in OUT/results.jsonl and is not run again, so an interrupted call can be repeated.
+docs/training.md says what is varied.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -32,7 +27,7 @@ import torch
 from recavsr.cache_policy import CacheAction, Schedule, account, visible_after_blocks
 from recavsr.data.clips import ClipSource
 from recavsr.data.pool import PairSettings, TrainingPool
-from recavsr.errors import InputError, run_module
+from recavsr.errors import InputError
 from recavsr.evaluation.ablations import Ablated
 from recavsr.evaluation.lpips import LPIPS
 from recavsr.evaluation.peers import Upscaler
@@ -50,7 +45,7 @@ from recavsr.models.generator import GeneratorConfig
 from recavsr.models.presets import NANO_SCHEDULE, nano, nano_decoder
 from recavsr.stream.load import load
 from recavsr.stream.step import ReCaVSR
-from recavsr.training.ablation_report import read_results, render
+from recavsr.training.ablation_report import read_results
 from recavsr.training.batches import BatchSource, PoolSource
 from recavsr.training.discriminator import NANO_MSQ, Scope
 from recavsr.training.distributed import World
@@ -494,7 +489,7 @@ def decoder_speed(decoder: FlashDecoder, height: int, width: int, blocks: int = 
     }
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- several cards
 
 
 def spread(jobs: Sequence[Job], cards: int) -> list[list[Job]]:
@@ -509,15 +504,18 @@ def spread(jobs: Sequence[Job], cards: int) -> list[list[Job]]:
     return loads
 
 
-def _run_on_cards(jobs: Sequence[Job], cards: int, argv: Sequence[str], bench: Bench) -> int:
-    """Run one process a card, each with its share of the jobs; the data is decoded once, before."""
+def run_on_cards(jobs: Sequence[Job], cards: int, arguments: Sequence[str], bench: Bench) -> int:
+    """Run `recavsr` with these arguments once a card, each with its share of the jobs; 1 where one failed.
+
+    The data is decoded once, before.
+    """
+    bench.out.mkdir(parents=True, exist_ok=True)
     ClipSource.open(bench.pack, cache=bench.cache, processes=4 * bench.workers)
     processes = []
     for card, share in enumerate(spread(jobs, cards)):
         if not share:
             continue
-        command = [sys.executable, "-m", "recavsr.training.ablations", *argv, "--cards", "1", "--only"]
-        command += [job.name for job in share]
+        command = [sys.executable, "-m", "recavsr", *arguments, "--only", ",".join(job.name for job in share)]
         log = (bench.out / f"card{card}.log").open("w")
         environment_of_card = {**os.environ, "CUDA_VISIBLE_DEVICES": str(card)}
         processes.append(
@@ -528,76 +526,3 @@ def _run_on_cards(jobs: Sequence[Job], cards: int, argv: Sequence[str], bench: B
         if code:
             print(f"card {card}: failed with {code}; see {bench.out / f'card{card}.log'}", file=sys.stderr)
     return int(any(codes))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run or report ablations from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="say which variants there are")
-    what.add_argument("--run", nargs="+", metavar="NAME", help=f"variants or groups: {', '.join(GROUPS)}")
-    what.add_argument(
-        "--report",
-        nargs="+",
-        type=Path,
-        metavar="OUT",
-        help="folders or files of results: tables as Markdown",
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--pack", type=Path, help="packed training data with held-back items")
-    parser.add_argument("--start", type=Path, help="a nano model folder (with its encoder)")
-    parser.add_argument("--out", type=Path, help="folder of the runs and of results.jsonl")
-    parser.add_argument("--seconds", type=float, default=Micro.seconds, help="training time of a variant")
-    parser.add_argument("--steps", type=int, help="steps of each stage, in place of the time")
-    parser.add_argument("--clips", type=int, default=Micro.clips, help="clips of a rollout")
-    parser.add_argument("--budget", type=float, help="seconds after which no variant may end")
-    parser.add_argument("--lpips", type=Path, help="folder of LPIPS weights; without it no LPIPS at all")
-    parser.add_argument(
-        "--data", type=Path, help="folder of the protocol's held-out clips: measure these too"
-    )
-    parser.add_argument("--cards", type=int, default=1, help="cards to spread the variants over")
-    parser.add_argument("--workers", type=int, default=14, help="processes that make data, a card")
-    parser.add_argument("--fill", type=int, default=512, help="records to wait for before training")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.list:
-        for variant in VARIANTS.values():
-            print(f"{variant.group:8} {variant.name:15} {variant.about}")
-        return 0
-    if options.report:
-        results = read_results([path / RESULTS if path.is_dir() else path for path in options.report])
-        if not results:
-            named = ", ".join(map(str, options.report))
-            raise InputError(f"no results in {named}: name folders of runs, or files like {RESULTS}")
-        print(render(results))
-        return 0
-    missing = [f"--{name}" for name in ("pack", "start", "out") if getattr(options, name) is None]
-    if missing:
-        raise InputError(f"--run needs {' '.join(missing)}")
-    micro = Micro(options.seconds, options.steps, clips=options.clips)
-    if options.lpips is None:
-        micro = replace(micro, perceptual_weight=0.0)
-    bench = Bench(
-        options.pack,
-        options.start,
-        options.out,
-        torch.device(options.device),
-        micro,
-        options.lpips,
-        options.workers,
-        options.fill,
-        options.data,
-    )
-    jobs = chosen_jobs(options.run, options.seeds)
-    if options.only:
-        jobs = [job for job in jobs if job.name in options.only]
-    if options.cards > 1:
-        bench.out.mkdir(parents=True, exist_ok=True)
-        return _run_on_cards(jobs, options.cards, sys.argv[1:] if argv is None else argv, bench)
-    run_jobs(jobs, bench, options.budget, lambda text: print(text, flush=True))
-    return 0
-
-
-if __name__ == "__main__":
-    run_module(main)
