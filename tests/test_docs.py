@@ -162,6 +162,8 @@ def released_layout(shared: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("line", [line for line in commands("recavsr") if line not in UPSCALE])
 def test_other_examples_run(line: str, holiday: Path, released_layout: Path) -> None:
+    if "large.mkv" in line:  # made by an example before it
+        assert run(["upscale", str(holiday), "-o", "large.mkv", "--model", "identity", "--scale", "2"]) == 0
     assert run(shlex.split(line)[1:]) == 0
 
 

@@ -26,7 +26,6 @@ _DETAILS = ((110, 90), (400, 150), (600, 50), (380, 300))
 _DETAIL_WIDTH, _DETAIL_HEIGHT, _DETAIL_ZOOM = 200, 120, 2
 _SSIM_STEP = 7  # SSIM is slow and varies little from frame to frame
 _BAR = 36
-_PAPER, _INK = 24, (0.93, 0.93, 0.93)
 
 
 def command(
@@ -43,6 +42,7 @@ def command(
     import numpy as np
 
     from recavsr.cli.demo_scene import FRAMES_PER_SECOND, HEIGHT, WIDTH
+    from recavsr.cli.drawing import headings
     from recavsr.evaluation.metrics import psnr, ssim
     from recavsr.evaluation.peers import bicubic
     from recavsr.video.clips import read_clip, write_clip
@@ -75,7 +75,7 @@ def command(
         "truth"
     ]
     video, picture = output / "demo_before_after.mp4", output / "demo_before_after.png"
-    heading = _headings(titles, WIDTH)
+    heading = headings(titles, WIDTH * len(titles), _BAR)
     clips = (before, upscaled, truth)
     write_clip(
         video,
@@ -146,26 +146,15 @@ def _keep(done: list[np.ndarray], block: np.ndarray, progress: FrameProgress) ->
     progress.update(sum(map(len, done)))
 
 
-def _headings(titles: list[str], width: int) -> np.ndarray:
-    """Return a bar [_BAR, width x titles, 3] with a title over each column."""
-    import numpy as np
-
-    from recavsr.cli.drawing import text_width, write
-
-    bar = np.full((_BAR, width * len(titles), 3), _PAPER / 255, np.float32)
-    for column, title in enumerate(titles):
-        size = min(_BAR * 0.45, _BAR * 0.45 * 0.88 * width / text_width(title, _BAR * 0.45))
-        left = column * width + (width - text_width(title, size)) / 2
-        write(bar, title, left, (_BAR - size) / 2, size, _INK)
-    return np.round(bar * 255).astype(np.uint8)
-
-
 def _details(titles: list[str], pictures: list[np.ndarray]) -> np.ndarray:
     """Return one picture with enlarged details, a row each, and a column for each of the pictures."""
     import numpy as np
 
-    gap = np.full((6, _DETAIL_WIDTH * _DETAIL_ZOOM * len(pictures), 3), _PAPER, np.uint8)
-    rows = [_headings(titles, _DETAIL_WIDTH * _DETAIL_ZOOM)]
+    from recavsr.cli.drawing import PAPER, headings
+
+    width = _DETAIL_WIDTH * _DETAIL_ZOOM * len(pictures)
+    gap = np.full((6, width, 3), PAPER, np.uint8)
+    rows = [headings(titles, width, _BAR)]
     for left, top in _DETAILS:
         parts = [p[top : top + _DETAIL_HEIGHT, left : left + _DETAIL_WIDTH] for p in pictures]
         row = np.concatenate(parts, axis=1)

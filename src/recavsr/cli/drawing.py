@@ -1,4 +1,4 @@
-"""Antialiased drawing for the demo: masks from signed distances, a stroke font, fractal noise.
+"""Antialiased drawing for demo and titles: masks from signed distances, a stroke font, fractal noise.
 
 Pictures are float32 arrays [H, W, C] in [0, 1]; distances are in pixels; points are (x, y) with the centre of
 the top left pixel at (0.5, 0.5). Nothing is read from disk, so that the demo looks the same everywhere.
@@ -63,9 +63,14 @@ _GLYPHS = {
     "+": "03 43,21 25",
     "=": "02 42,04 44",
     "/": "06 40",
+    "_": "06 46",
+    "(": "20 11 15 26",
+    ")": "20 31 35 26",
     " ": "",
 }
 _UNKNOWN = "00 40 46 06 00"
+PAPER = 24  # of 255: what lies around pictures and behind their titles
+_INK = (0.93, 0.93, 0.93)
 _GLYPH_HEIGHT = 6
 _GLYPH_ADVANCE = 6.2
 
@@ -171,6 +176,18 @@ def write(
         for line in filter(None, _GLYPHS.get(character, _UNKNOWN).split(",")):
             points = [(origin + int(at[0]) * unit, top + int(at[1]) * unit) for at in line.split(" ")]
             stroke(picture, points, max(1.0, weight * size), colour)
+
+
+def headings(titles: Sequence[str], width: int, height: int) -> NDArray[np.uint8]:
+    """Return a bar [height, width, 3] with the titles side by side, each in the middle of its column."""
+    bar = np.full((height, width, 3), PAPER / 255, np.float32)
+    column = width / len(titles)
+    for number, title in enumerate(titles):
+        size = height * 0.45
+        size = min(size, size * 0.88 * column / max(text_width(title, size), 1))
+        left = number * column + (column - text_width(title, size)) / 2
+        write(bar, title, left, (height - size) / 2, size, _INK)
+    return np.round(bar * 255).astype(np.uint8)
 
 
 def smooth_noise(height: int, width: int, cells: int, rng: np.random.Generator) -> Picture:

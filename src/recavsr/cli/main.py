@@ -20,6 +20,7 @@ from recavsr.cli import (
     ablate,
     batch,
     bench,
+    compare,
     convert,
     data,
     degrade,
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.command("upscale", context_settings={"allow_extra_args": True})(upscale.command)
 app.command("batch")(batch.command)
 app.command("live")(live.command)
+app.command("compare")(compare.command)
 app.command("demo")(demo.command)
 app.command("evaluate")(evaluate.command)
 app.command("bench")(bench.command)

@@ -26,6 +26,7 @@ __all__ = [
     "has_alpha",
     "is_opaque",
     "orientation_of",
+    "same_depth",
     "side_data_of",
 ]
 
@@ -149,6 +150,15 @@ def has_alpha(frame: VideoFrame) -> bool:
 def alpha_of(frame: VideoFrame, *, deep: bool) -> np.ndarray:
     """Return the transparency channel [H, W]: uint8, or uint16 (full scale) if `deep`."""
     return frame.reformat(format="rgba64le" if deep else "rgba").to_ndarray()[..., 3].copy()
+
+
+def same_depth(pixels: np.ndarray, *, deep: bool) -> np.ndarray:
+    """Return code values, uint8 or uint16 (full scale), as uint16 if `deep`, else as uint8."""
+    if deep == (pixels.dtype == np.uint16):
+        return pixels
+    if deep:
+        return pixels.astype(np.uint16) * 257
+    return ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def is_opaque(alpha: np.ndarray) -> bool:

@@ -19,7 +19,7 @@ from av.video.frame import VideoFrame
 
 from recavsr.errors import InputError
 from recavsr.video.color import MATRIX_BT470BG, RANGE_FULL, ColorTags, FromRgb
-from recavsr.video.frames import Frame, Passed, Stamp
+from recavsr.video.frames import Frame, Passed, Stamp, same_depth
 from recavsr.video.info import DEFAULT_RATE
 from recavsr.video.output import PendingFiles, PendingOutput, sync, write_error
 from recavsr.video.reader import Trim, VideoReader
@@ -108,8 +108,8 @@ class SequenceReader:
                     f"{path}: is {width}x{height}, the first picture is {first_width}x{first_height}"
                 )
             frame = next(item for item in picture if isinstance(item, Frame))
-        alpha = None if frame.alpha is None else _same_depth(frame.alpha, deep=self.info.deep)
-        return replace(frame, pixels=_same_depth(frame.pixels, deep=self.info.deep), alpha=alpha)
+        alpha = None if frame.alpha is None else same_depth(frame.alpha, deep=self.info.deep)
+        return replace(frame, pixels=same_depth(frame.pixels, deep=self.info.deep), alpha=alpha)
 
     def __enter__(self) -> Self:
         return self
@@ -133,14 +133,6 @@ def _gaps(pictures: Sequence[Path]) -> list[str]:
 
 def _open_picture(path: Path) -> VideoReader:
     return VideoReader(Source(SourceKind.STILL, str(path)), Trim())
-
-
-def _same_depth(pixels: np.ndarray, *, deep: bool) -> np.ndarray:
-    if deep == (pixels.dtype == np.uint16):
-        return pixels
-    if deep:
-        return pixels.astype(np.uint16) * 257
-    return ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def encode_picture(
