@@ -106,11 +106,13 @@ def command(
                 done += 1
                 progress.update(done)
             writer.finish()
-        notes = [*made.warnings, *writer.warnings]
+        notes = [*first.warnings, *made.lost, *writer.warnings]
         rows, columns = largest.size
         for name, reader in zip(videos, readers):
             if abs(reader.info.size[1] * rows - reader.info.size[0] * columns) > max(rows, columns):
                 notes.append(f"{name} has another shape than the largest: it is stretched")
+            if reader.info.color_used.transfer != first.info.color_used.transfer:
+                notes.append(f"{name} has another transfer curve than {videos[0]}: it is shown by that one")
         notes += [note for track, name in zip(tracks, videos[1:]) if (note := track.note(name, videos[0]))]
     for note in notes:
         console.say(f"note: {note}")
