@@ -36,7 +36,15 @@ from recavsr.video.frames import Frame, Stamp
 from recavsr.video.info import VideoInfo
 from recavsr.video.reader import Trim, VideoReader
 from recavsr.video.relay import Relay, ffmpeg_with, read_pipe
-from recavsr.video.source import STDIN, CountedInput, Source, SourceKind, open_container, resolve
+from recavsr.video.source import (
+    STDIN,
+    CountedInput,
+    Source,
+    SourceKind,
+    open_container,
+    resolve,
+    shown_name,
+)
 
 NETWORK_SCHEMES = ("rtmp", "rtmps", "rtsp", "rtsps", "srt", "udp", "tcp", "rtp", "http", "https")
 _DEVICE_FORMATS = {"linux": "v4l2", "darwin": "avfoundation", "win32": "dshow"}
@@ -179,16 +187,6 @@ def resolve_live(
         defaults["listen"] = "1"
     listening = listen or protocol in ("udp", "rtp") or "mode=listener" in name
     return LiveSource(url, shown_name(name), LiveKind.NETWORK, None, defaults | given, listening, patience)
-
-
-def shown_name(url: str) -> str:
-    """Return a URL without what may be secret: user, password, query, and the key of an RTMP stream."""
-    head, _, _ = url.partition("?")
-    scheme, _, rest = head.partition("://")
-    host, slash, path = rest.rpartition("@")[2].partition("/")
-    if scheme.startswith("rtmp") and "/" in path:
-        path = path.rpartition("/")[0] + "/..."
-    return f"{scheme}://{host}{slash}{path}"
 
 
 def _device(name: str) -> tuple[str, str] | None:
@@ -427,5 +425,4 @@ __all__ = [
     "SoundTrack",
     "VideoInfo",
     "resolve_live",
-    "shown_name",
 ]

@@ -13,6 +13,7 @@ import tempfile
 from typing import IO
 
 from recavsr.errors import InputError
+from recavsr.video.source import shown_name
 
 _TERMINATE_SECONDS = 3.0
 
@@ -33,9 +34,9 @@ def ffmpeg_with(protocol: str) -> str:
 class Relay:
     """A running `ffmpeg` that copies MPEG-TS from a URL to us, or from us to a URL.
 
-    It is libav's input or output (`read`, `write`). As an input it ends when the other side is gone, and on
-    POSIX systems when nothing came for `patience` seconds, or nothing at all in the first `connect_seconds`
-    (None: it waits as long as it takes).
+    It is libav's input or output (`read`, `write`). As an input it ends when the other side is gone, when
+    nothing came for `patience` seconds, and on POSIX systems when nothing at all came in the first
+    `connect_seconds` (None, for both: it waits as long as it takes).
     """
 
     def __init__(
@@ -49,13 +50,16 @@ class Relay:
         executable = ffmpeg_with(url.partition(":")[0])
         soon = ["-analyzeduration", "500000"]  # ffmpeg looks at a stream for up to 5 s before it goes on
         from_us = [*soon, "-f", "mpegts", "-i", "pipe:0", "-map", "0", "-c", "copy"]
-        to_us = [*soon, "-i", url, "-map", "0:v", "-map", "0:a?", "-c", "copy"]
+        # ffmpeg itself ends after a silence: stopped from outside it would stay in SRT's own wait of 5 s, and
+        # keep the packet whose end it has not seen.
+        limit = [] if patience is None else ["-rw_timeout", str(round(patience * 1e6))]
+        to_us = [*soon, *limit, "-i", url, "-map", "0:v", "-map", "0:a?", "-c", "copy"]
         arguments = (
             [*from_us, "-flush_packets", "1", "-f", "mpegts", url]
             if sending
             else [*to_us, "-f", "mpegts", "pipe:1"]
         )
-        self._patience, self._patience_later = connect_seconds, patience
+        self._url, self._patience, self._connect_seconds = url, patience, connect_seconds
         self._silence: str | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
@@ -74,11 +78,11 @@ class Relay:
         if self._silence is not None:  # libav asks again
             return b""
         try:
-            data = read_pipe(self._process.stdout.fileno(), size, self._patience)
+            data = read_pipe(self._process.stdout.fileno(), size, self._connect_seconds)
         except TimeoutError as error:
             self._silence = str(error)
             return b""
-        self._patience = self._patience_later
+        self._connect_seconds = None
         return data
 
     def write(self, data: bytes) -> int:
@@ -94,8 +98,11 @@ class Relay:
         if self._silence is not None:
             return self._silence
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), None)
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+        if last is not None and "timed out" in last and self._patience is not None:
+            return f"no data for {self._patience:.3g} s"
+        return last and last.replace(self._url, shown_name(self._url))
 
     def close(self) -> None:
         """End the process: after the last byte if we send, at once if we receive.
