@@ -49,7 +49,7 @@ def wavelet(frames: Tensor, lr_frames: np.ndarray) -> Tensor:
 
 
 def _low_frequencies(x: Tensor) -> Tensor:
-    line = torch.tensor([1.0, 2.0, 1.0], device=x.device) / 4
+    line = torch.tensor([1.0, 2.0, 1.0], dtype=x.dtype, device=x.device) / 4
     kernel = torch.outer(line, line).expand(3, 1, 3, 3)
     for level in range(_LEVELS):
         reach = 2**level

@@ -78,7 +78,12 @@ class Session:
         return self.model.blocks.frames(self._block) - sum(len(piece) for piece in self._pending)
 
     def push(self, frames: np.ndarray) -> list[np.ndarray]:
-        """Take the next LR frames; return the SR frames of every block that they complete."""
+        """Take the next LR frames; return the SR frames of every block that they complete.
+
+        Raises InputError, and takes none, where they are of another size or type than the stream's.
+        """
+        if frames.dtype not in (np.uint8, np.uint16):
+            raise InputError(f"frames must be uint8 or uint16 (numpy), got {frames.dtype}")
         if frames.ndim != 4 or frames.shape[1:] != (*self.lr_size, 3):
             raise InputError(
                 f"frames must be [N, {self.lr_size[0]}, {self.lr_size[1]}, 3], got {frames.shape}"

@@ -205,7 +205,7 @@ def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Ten
     """Return float32 normal noise as a pure function of (seed, shot, block), the same on every device."""
     mixed = int(np.random.SeedSequence((seed, shot, block)).generate_state(1, np.uint64)[0])
     generator = torch.Generator().manual_seed(mixed & (2**63 - 1))
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 class NoiseAhead:
