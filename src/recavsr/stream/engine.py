@@ -261,10 +261,12 @@ def upscale(
             writer.resume(work.log_size)
 
             def on_mark(mark: Mark) -> None:
-                work.save(mark.session, mark.frames, writer)
+                if mark.session is not None:
+                    work.save(mark.session, mark.frames, writer)
 
             watch.begin(work.frames)
-            hooks = Hooks(watch.frames, run.starts_shot, on_mark if plan.resumable else None)
+            marks = on_mark if plan.resumable else None
+            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due)
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
             except BaseException:

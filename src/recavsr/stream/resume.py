@@ -154,9 +154,14 @@ class Work:
         except (InputError, KeyError, ValueError):
             raise self._damaged() from None
 
+    @property
+    def due(self) -> bool:
+        """Return whether the last checkpoint is so old that there should be a new one."""
+        return self.folder is not None and time.monotonic() - self._saved_at >= CHECKPOINT_SECONDS
+
     def save(self, session: Session, frames: int, writer: Writer) -> None:
         """Save a checkpoint after `frames` frames, unless the last one is young."""
-        if self.folder is None or time.monotonic() - self._saved_at < CHECKPOINT_SECONDS:
+        if self.folder is None or not self.due:
             return
         state = self.folder / f"state-{frames}.safetensors"
         try:

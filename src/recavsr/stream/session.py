@@ -120,6 +120,13 @@ class Session:
 
     def fork(self) -> Session:
         """Return an independent session that continues from here: it gets a copy of the whole state."""
+        other = self.at_cut(self.pushed)
+        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
+        other._seen, other._thumbnails = self._seen, list(self._thumbnails)
+        return other
+
+    def at_cut(self, cut: int) -> Session:
+        """Return an independent session that stands at one of the `cuts` so far, before its shot."""
         other = Session(
             self.model,
             self.lr_size,
@@ -129,16 +136,8 @@ class Session:
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
         )
-        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
-        other._seen, other._thumbnails = self._seen, list(self._thumbnails)
-        other.cuts, other.pushed, other.drift = list(self.cuts), self.pushed, self.drift
-        return other
-
-    def at_cut(self, cut: int) -> Session:
-        """Return an independent session that stands at one of the `cuts` so far, before its shot."""
-        other = self.fork()
-        other.reset()
         other.cuts, other.pushed = [known for known in self.cuts if known <= cut], cut
+        other.drift = self.drift
         return other
 
     def save(self, path: str | Path) -> None:
