@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -295,6 +296,17 @@ def test_folders_skip_what_is_done_and_continue_the_rest(
     assert resumed[1] == 0
     assert left_over(out) == ["a.mkv", "b.mkv", "c.mkv"]
     assert same_file(out / "a.mkv", out / "b.mkv")
+
+
+def test_only_files_open_for_writing_are_brought_to_the_disk(
+    film: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows refuses others."""
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: stat.S_ISDIR(os.fstat(handle).st_mode) or os.write(handle, b"")
+    )
+    for name in ("out.mp4", "out"):
+        upscale(film, tmp_path / name, model=IdentityModel(), scale=1)
 
 
 # -- the process is killed, or the disk is full --------------------------------------------------------
