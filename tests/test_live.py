@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import importlib.util
 import itertools
 import json
@@ -406,6 +407,8 @@ def test_a_pipe_waits_for_the_model(tmp_path: Path) -> None:
     feeding = feed_pipe(pipe := tmp_path / "pipe.y4m", 40)
     report = run_identity(pipe, tmp_path / "out.mkv", model=SlowModel(0.01))
     feeding.join()
+    gc.collect()
+    assert str(pipe) not in [os.path.realpath(handle) for handle in Path("/proc/self/fd").glob("*")]
     assert (report.frames, report.dropped, report.exit_code) == (40, 0, 0)
     assert len(times(tmp_path / "out.mkv")) == 40
 

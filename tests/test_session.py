@@ -287,7 +287,7 @@ def test_color_fixes(tiny: BlockModel) -> None:
     }
     assert errors["adain"] < errors["none"] / 2
     assert errors["wavelet"] < errors["none"] / 2
-    with pytest.raises(InputError, match="choose none, adain or wavelet"):
+    with pytest.raises(InputError, match="choose none, adain, wavelet"):
         Session(tiny, LR, OUT, color_fix="sepia")  # type: ignore[arg-type]
 
 

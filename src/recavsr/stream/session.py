@@ -14,7 +14,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import padded_size
 from recavsr.state import State
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
-from recavsr.stream.color_fix import ColorFix, adain, wavelet
+from recavsr.stream.color_fix import ColorFix, adain, check_color_fix, wavelet
 from recavsr.stream.cuts import ShotMemory, Thumbnail, thumbnail
 from recavsr.stream.drift import Drift, color_difference
 from recavsr.stream.step import BlockModel
@@ -51,8 +51,7 @@ class Session:
     ) -> None:
         if min(*lr_size, *out_size) < 1:
             raise InputError(f"sizes must be positive, got {lr_size} -> {out_size}")
-        if color_fix not in ("none", "adain", "wavelet"):
-            raise InputError(f"color fix {color_fix!r} is unknown; choose none, adain or wavelet")
+        check_color_fix(color_fix)
         self.model, self.lr_size, self.out_size = model, lr_size, out_size
         self.seed, self.color_fix, self.detect_cuts = seed, color_fix, detect_cuts
         self.cuts: list[int] = []

@@ -5,17 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
+import selectors
 import shutil
 import subprocess
 import sys
 import tempfile
-from typing import IO
+from typing import IO, cast
 
 from recavsr.errors import InputError
 from recavsr.video.source import shown_name
 
 _TERMINATE_SECONDS = 3.0
+_LAST_WORDS = 4096  # bytes of what ffmpeg said in perhaps many days
 
 
 def ffmpeg_with(protocol: str) -> str:
@@ -75,15 +76,20 @@ class Relay:
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes as they come; empty at the end."""
         assert self._process.stdout is not None
-        if self._silence is not None:  # libav asks again
-            return b""
-        try:
-            data = read_pipe(self._process.stdout.fileno(), size, self._connect_seconds)
-        except TimeoutError as error:
-            self._silence = str(error)
+        if self._connect_seconds is not None and not self._silence and not self._hears(self._connect_seconds):
+            self._silence = f"no data for {self._connect_seconds:.3g} s"
+        if self._silence:  # libav asks again
             return b""
         self._connect_seconds = None
-        return data
+        return os.read(self._process.stdout.fileno(), size)
+
+    def _hears(self, seconds: float) -> bool:
+        """Wait at most so long for something to read; on Windows pipes can't be waited for."""
+        if sys.platform == "win32":
+            return True
+        with selectors.DefaultSelector() as selector:
+            selector.register(cast(IO[bytes], self._process.stdout), selectors.EVENT_READ)
+            return bool(selector.select(seconds))
 
     def write(self, data: bytes) -> int:
         """Send all of `data`."""
@@ -97,7 +103,7 @@ class Relay:
         """Return why it ended: silence, or the last thing that ffmpeg complained about, or None."""
         if self._silence is not None:
             return self._silence
-        self._errors.seek(0)
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _LAST_WORDS))
         lines = self._errors.read().decode(errors="replace").splitlines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), None)
         if last is not None and "timed out" in last and self._patience is not None:
@@ -124,10 +130,3 @@ class Relay:
             self._process.stdout.close()
         elif self._process.returncode:
             raise OSError(self.why_ended() or f"ffmpeg ended with {self._process.returncode}")
-
-
-def read_pipe(handle: int, size: int, patience: float | None) -> bytes:
-    """Read what is in a pipe, waiting for it at most `patience` seconds (TimeoutError)."""
-    if patience is not None and sys.platform != "win32" and not select.select([handle], [], [], patience)[0]:
-        raise TimeoutError(f"no data for {patience:.3g} s")
-    return os.read(handle, size)
