@@ -244,6 +244,15 @@ def test_other_frames_are_refused() -> None:
     assert session.flush() == []
 
 
+@pytest.mark.parametrize("color_fix", ["none", "wavelet"])
+def test_the_callers_autocast_changes_nothing(
+    tiny: BlockModel, color_fix: Literal["none", "wavelet"]
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        made = run(Session(tiny, LR, OUT, color_fix=color_fix), CLIP)
+    assert np.array_equal(made, run(Session(tiny, LR, OUT, color_fix=color_fix), CLIP))
+
+
 @contextmanager
 def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)

@@ -202,7 +202,9 @@ class Session:
             cut = self._seen.first_cut(thumbnails[:wanted]) if self.detect_cuts else None
             taken = min(wanted, len(frames)) if cut is None else cut
             if taken:
-                done.append(self._run_block(frames[:taken], wanted))
+                # The model has a precision of its own, whatever the caller computes in.
+                with torch.autocast(self.model.device.type, enabled=False):
+                    done.append(self._run_block(frames[:taken], wanted))
             if self.detect_cuts and cut is None:
                 self._seen = self._seen.after(thumbnails[:taken])
             if cut is not None:
