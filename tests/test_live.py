@@ -413,15 +413,16 @@ def test_a_pipe_waits_for_the_model(tmp_path: Path) -> None:
     assert len(times(tmp_path / "out.mkv")) == 40
 
 
-def test_what_has_come_is_shown_where_the_source_falls_silent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 7])
+def test_what_has_come_is_shown_where_the_source_falls_silent(tmp_path: Path, count: int) -> None:
     shown, in_time = threading.Event(), []
 
     def before(number: int) -> None:
-        if number == 7:  # five made a block, two are in the session
+        if number == count:  # the first block takes five: one or two are in the session
             in_time.append(shown.wait(20))
 
     def note(event: LiveEvent) -> None:
-        if event.kind == "latency" and event.facts["frames"] == 7:
+        if event.kind == "latency" and event.facts["frames"] == count:
             shown.set()
 
     feeding = feed_pipe(pipe := tmp_path / "pipe.y4m", 12, before)

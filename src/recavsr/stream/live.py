@@ -499,7 +499,8 @@ class _Run:
         self._error: BaseException | None = None
         self._channel: Channel[Item] = Channel(_SENT_BEHIND, self._abort)
         self._waiting: deque[LiveFrame] = deque()  # frames inside the session, without their pixels
-        self._arrived = self._interval = 0.0  # of the last frame: when it came, how long after the one before
+        self._arrived: float | None = None  # when the last frame came; None at the start and after a drop-out
+        self._interval = 0.0  # seconds between the last two frames
         self._session: Session | None = None
         self._lr_size = (0, 0)
         self._last_needed = math.inf
@@ -596,6 +597,7 @@ class _Run:
                 self._connection(item)
             elif isinstance(item, Gap):
                 self._end_shot()
+                self._arrived = None
             elif item is not None:
                 self._channel.put(item)
             if self._waiting and self._silent():
@@ -608,8 +610,9 @@ class _Run:
 
         That ends the shot. A source that is slow, but steady, is not silent.
         """
-        waited = time.monotonic() - self._arrived
-        return not self._inbox.frames and waited > max(_SILENCE_SECONDS, 3 * self._interval)
+        if self._arrived is None or self._inbox.frames:
+            return False
+        return time.monotonic() - self._arrived > max(_SILENCE_SECONDS, 3 * self._interval)
 
     def _connection(self, connection: Connection) -> None:
         first = self._sending.picture is None
@@ -649,7 +652,8 @@ class _Run:
         self._begin_level()
 
     def _frame(self, frame: LiveFrame) -> None:
-        self._interval, self._arrived = frame.arrived - self._arrived, frame.arrived
+        self._interval = 0.0 if self._arrived is None else frame.arrived - self._arrived
+        self._arrived = frame.arrived
         if self._session is None:
             self._channel.put(frame)
             self._keep_up()
