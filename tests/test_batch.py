@@ -11,7 +11,7 @@ import pytest
 from media import ffmpeg, make_clip, times
 from recavsr.cli.main import run
 from recavsr.errors import InputError
-from recavsr.stream.batch import FileStatus, find_jobs, is_many, upscale_many
+from recavsr.stream.batch import FileResult, FileStatus, find_jobs, is_many, upscale_many
 from recavsr.stream.step import IdentityModel
 from recavsr.video.clips import read_clip, write_clip
 
@@ -190,3 +190,15 @@ def test_a_dry_run_plans_and_does_nothing(tmp_path: Path) -> None:
     report = upscale_many(folder, tmp_path / "out", model="identity", scale=2, dry_run=True)
     assert [result.status for result in report.files] == [FileStatus.PLANNED]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_leaves_what_others_put_there_meanwhile(tmp_path: Path) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    make_clip(folder / "a.mp4", 3)
+
+    def somebody_else(result: FileResult) -> None:
+        touch(out, "theirs.txt")
+
+    upscale_many(folder, out, model="identity", scale=2, dry_run=True, on_file=somebody_else)
+    assert [path.name for path in out.iterdir()] == ["theirs.txt"]

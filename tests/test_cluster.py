@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -227,6 +228,20 @@ def setup(tmp_path: Path, **changes: Any) -> Setup:
     }
     model = {"model": "identity", "device": "cpu", "precision": "auto", "memory": None}
     return Setup(**{**settings, **model, **changes})
+
+
+def test_what_the_caller_prints_meanwhile_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """What Ray's threads print is not."""
+    running = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr("recavsr.cluster.connection.ray_module", lambda: running)
+    with connected(None, None, None):
+        print("a file is done")
+        others = threading.Thread(target=print, args=("a worker died",))
+        others.start()
+        others.join()
+    assert capsys.readouterr().out == "a file is done\n"
 
 
 def test_a_machine_that_sees_other_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

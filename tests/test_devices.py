@@ -135,11 +135,28 @@ def test_a_killed_worker_is_one_line(tmp_path: Path) -> None:
         gathered = GatheredState(2 * (alone.step(alone.start(*SIZE), lr_block(alone, 0))[0],))
         with pytest.raises(InputError, match="saved on 2 devices; it can not go on with 3"):
             model.step(gathered, lr_block(model, 1))
+        assert model.step(model.start(*SIZE), lr_block(model, 0))  # that did no harm
         state, _ = model.step(model.start(*SIZE), lr_block(model, 0))
         os.kill(model._workers[-1].process.pid, signal.SIGKILL)
         for _ in range(2):  # and stays that
             with pytest.raises(InputError, match=r"the worker on cpu was lost: ended by signal 9$"):
                 model.step(state, lr_block(model, 1))
+
+
+def test_a_worker_that_is_lost_before_a_saved_stream_goes_on_is_one_line() -> None:
+    with shared_tiny(2) as model:
+        alone = open_tiny("cpu", (0, 1))
+        gathered = GatheredState(2 * (alone.step(alone.start(*SIZE), lr_block(alone, 0))[0],))
+        worker, tell = model._workers[0].process, model._tell
+        os.kill(worker.pid, signal.SIGSTOP)  # so that it does not answer
+
+        def tell_and_kill(order: dict[str, Any]) -> None:
+            tell(order)
+            os.kill(worker.pid, signal.SIGKILL)
+
+        model._tell = tell_and_kill  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=r"the worker on cpu was lost: ended by signal 9$"):
+            model.step(gathered, lr_block(model, 1))
 
 
 def test_a_failing_worker_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import importlib.util
 import itertools
 import json
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY
-from media import make_clip, times
+from media import times
 from recavsr.cli.main import run
 from recavsr.errors import InputError, PartialError
 from recavsr.geometry import BlockPlan
@@ -34,8 +35,9 @@ from recavsr.stream.live_flow import Backoff, Inbox, Ladder, LatencyHistogram, T
 from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.frames import Stamp
 from recavsr.video.live_sink import LiveWriter, choose_picture, resolve_destination
-from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live, shown_name
+from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live
 from recavsr.video.relay import Relay
+from recavsr.video.source import shown_name
 
 RATE = 25
 PULSE_FRAMES = 2  # of every second are white, and as long does the tone sound
@@ -383,30 +385,51 @@ def test_sound_may_be_left_out(clip: Path, tmp_path: Path) -> None:
         assert [stream.type for stream in container.streams] == ["video"]
 
 
-def test_a_pipe_waits_for_the_model(tmp_path: Path) -> None:
-    clip, pipe = make_clip(tmp_path / "in.mkv", 40), tmp_path / "pipe.y4m"
+def feed_pipe(
+    pipe: Path, frames: int, before: Callable[[int], None] = lambda number: None
+) -> threading.Thread:
+    """Make a named pipe and start a thread that writes y4m into it; `before` is called for every frame."""
     os.mkfifo(pipe)
 
     def feed() -> None:
-        # Opened by Python: libav would hold the interpreter's lock until there is a reader.
-        with (
-            av.open(str(clip)) as source,
-            pipe.open("wb") as opened,
-            av.open(opened, "w", format="yuv4mpegpipe") as sink,
-        ):
-            video = sink.add_stream("wrapped_avframe", rate=RATE)
-            video.width, video.height = source.streams.video[0].width, source.streams.video[0].height
-            video.pix_fmt = "yuv420p"
-            for number, image in enumerate(source.decode(video=0)):
-                image.pts, image.time_base = number, Fraction(1, RATE)
-                sink.mux(video.encode(image))
+        with pipe.open("wb", buffering=0) as opened:
+            opened.write(f"YUV4MPEG2 W64 H48 F{RATE}:1 C420jpeg\n".encode())
+            for number in range(frames):
+                before(number)
+                opened.write(b"FRAME\n" + bytes([5 * number]) * (64 * 48 * 3 // 2))
 
     feeding = threading.Thread(target=feed)
     feeding.start()
+    return feeding
+
+
+def test_a_pipe_waits_for_the_model(tmp_path: Path) -> None:
+    feeding = feed_pipe(pipe := tmp_path / "pipe.y4m", 40)
     report = run_identity(pipe, tmp_path / "out.mkv", model=SlowModel(0.01))
     feeding.join()
+    gc.collect()
+    assert str(pipe) not in [os.path.realpath(handle) for handle in Path("/proc/self/fd").glob("*")]
     assert (report.frames, report.dropped, report.exit_code) == (40, 0, 0)
     assert len(times(tmp_path / "out.mkv")) == 40
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_what_has_come_is_shown_where_the_source_falls_silent(tmp_path: Path, count: int) -> None:
+    shown, in_time = threading.Event(), []
+
+    def before(number: int) -> None:
+        if number == count:  # the first block takes five: one or two are in the session
+            in_time.append(shown.wait(20))
+
+    def note(event: LiveEvent) -> None:
+        if event.kind == "latency" and event.facts["frames"] == count:
+            shown.set()
+
+    feeding = feed_pipe(pipe := tmp_path / "pipe.y4m", 12, before)
+    report = run_identity(pipe, tmp_path / "out.mkv", report_every=0.1, on_event=note)
+    feeding.join()
+    assert in_time == [True]
+    assert (report.frames, report.dropouts) == (12, 0)
 
 
 def test_y4m_repeats_a_frame_until_the_next_ones_time(clip: Path, tmp_path: Path) -> None:
@@ -682,6 +705,46 @@ def test_silence_of_the_relay_is_told_once(tmp_path: Path, loop: ModuleType, ffm
     assert time.monotonic() - began < 0.2
     assert relay.why_ended() == "no data for 0.3 s"
     relay.close()
+
+
+def test_a_relay_that_hears_nothing_ends_and_keeps_nothing_back(
+    tmp_path: Path, clip: Path, loop: ModuleType, ffmpeg: str
+) -> None:
+    data, over = mpegts(tmp_path / "in.ts", clip), threading.Event()
+    address = ("127.0.0.1", loop.free_port())
+
+    def send_and_stay() -> None:
+        for _ in range(200):
+            with (
+                suppress(ConnectionRefusedError),
+                socket.create_connection(address) as connection,
+            ):
+                connection.sendall(data)
+                over.wait(20)
+                return
+            time.sleep(0.05)
+
+    sending = threading.Thread(target=send_and_stay)
+    sending.start()
+    relay = Relay(f"tcp://127.0.0.1:{address[1]}?listen=1", sending=False, patience=0.5, connect_seconds=30)
+    received = tmp_path / "received.ts"
+    received.write_bytes(b"".join(iter(partial(relay.read, 65536), b"")))
+    over.set()
+    sending.join()
+    relay.close()
+    assert coded(received) == coded(tmp_path / "in.ts")
+    assert relay.why_ended() == "no data for 0.5 s"
+
+
+def test_a_relay_tells_no_secrets(ffmpeg: str, loop: ModuleType) -> None:
+    url = f"tcp://127.0.0.1:{loop.free_port()}?passphrase=secret"
+    relay = Relay(url, sending=False)
+    assert relay.read(1) == b""
+    relay.close()
+    reason = relay.why_ended()
+    assert reason is not None
+    assert "refused" in reason
+    assert "secret" not in reason
 
 
 # -- playlists -----------------------------------------------------------------------------------------

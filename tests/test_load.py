@@ -11,7 +11,7 @@ import torch
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear
 from recavsr.stream.engine import upscale
-from recavsr.stream.load import load, model_folder
+from recavsr.stream.load import load, model_folder, resolve_device
 from recavsr.stream.step import ReCaVSR
 from recavsr.video.clips import write_clip
 
@@ -25,6 +25,22 @@ def test_an_unknown_precision_is_refused_for_every_model(name: str) -> None:
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(InputError, match="choose auto, cpu, cuda"):
         load("identity", device="abacus")
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_a_device_that_can_not_be_used_is_refused(device: str) -> None:
+    if device != "meta" and getattr(torch, device).is_available():
+        pytest.skip(f"there is {device}")
+    with pytest.raises(InputError, match=f"device {device} can't be used: .*; use --device cpu"):
+        load("nano", device=device)
+
+
+def test_a_card_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(InputError, match="there is no cuda:2: the cards here are cuda:0 to cuda:1"):
+        load("nano", device="cuda:2")
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./missing/folder/of/weights"])

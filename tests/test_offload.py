@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +64,23 @@ def test_the_pixels_are_the_same(resident: tuple[bool, ...], make: MakeLinear | 
     model = tiny(resident, make)
     assert isinstance(model.generator.blocks, StreamedLayers)
     assert torch.equal(frames_of(model, 4 * STRIDE, 6 * STRIDE, 3), wanted)
+
+
+def test_streams_in_several_threads_do_not_meet() -> None:
+    model = tiny((False,) * 4)
+    wanted = frames_of(model, 4 * STRIDE, 6 * STRIDE, 2)
+
+    def same(_: int) -> bool:
+        with torch.inference_mode():
+            return all(torch.equal(frames_of(model, 4 * STRIDE, 6 * STRIDE, 2), wanted) for _ in range(3))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            assert all(threads.map(same, range(3)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_travelling_layers_compute_in_two_places() -> None:

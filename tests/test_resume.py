@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from recavsr.stream import pipeline, resume
 from recavsr.stream.batch import FileStatus, upscale_many
 from recavsr.stream.engine import Progress, UpscaleReport, upscale
 from recavsr.stream.resume import work_folder
-from recavsr.stream.step import BlockModel, IdentityModel
+from recavsr.stream.step import BlockModel, IdentityModel, StreamState
 from recavsr.video.clips import read_clip
 from tiny import one_thread, tiny_model
 
@@ -137,6 +138,24 @@ def test_a_run_that_fails_twice_ends_with_the_same_frames(
     assert (report.frames, report.resumed_at, report.cuts) == (153, 124, (71,))
     assert same_file(out, whole)
     assert not work_folder(out).exists()
+
+
+@pytest.mark.parametrize(("seconds", "frames"), [(1e9, 24), (0.0, 10**9)], ids=["none is due", "cuts only"])
+def test_the_state_is_copied_only_where_it_is_wanted(
+    tiny: BlockModel,
+    film: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    frames: int,
+) -> None:
+    """A copy of the 5B model's state is gigabytes of a card; where a shot begins there is nothing to copy."""
+    copies = []
+    monkeypatch.setattr(StreamState, "clone", lambda state: copies.append(state) or state)
+    monkeypatch.setattr(resume, "CHECKPOINT_SECONDS", seconds)
+    monkeypatch.setattr(pipeline, "MARK_FRAMES", frames)
+    assert upscale(film, tmp_path / "out.mp4", model=tiny, **OPTIONS).cuts == (71,)
+    assert copies == []
 
 
 def test_pictures_are_resumed_too(tiny: BlockModel, film: Path, tmp_path: Path) -> None:
@@ -277,6 +296,17 @@ def test_folders_skip_what_is_done_and_continue_the_rest(
     assert resumed[1] == 0
     assert left_over(out) == ["a.mkv", "b.mkv", "c.mkv"]
     assert same_file(out / "a.mkv", out / "b.mkv")
+
+
+def test_only_files_open_for_writing_are_brought_to_the_disk(
+    film: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows refuses others."""
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: stat.S_ISDIR(os.fstat(handle).st_mode) or os.write(handle, b"")
+    )
+    for name in ("out.mp4", "out"):
+        upscale(film, tmp_path / name, model=IdentityModel(), scale=1)
 
 
 # -- the process is killed, or the disk is full --------------------------------------------------------

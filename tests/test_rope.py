@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recavsr import rope
 from recavsr.geometry import Grid
 from recavsr.rope import THETA, AxisSplit, angles, rotate, rotation_table
 
@@ -63,6 +64,17 @@ def test_channels_belong_to_time_then_rows_then_columns() -> None:
     assert torch.equal(table[..., :2, 0], angles(torch.tensor([0, 7]), 4).cos().float().expand(3, 4, 2, 2))
     assert torch.equal(table[2, 1, 1, 2:5, 1], angles(torch.tensor([2]), 6)[0].sin().float())
     assert table[2, 3, 0, 5].tolist() == pytest.approx([math.cos(3), math.sin(3)])
+
+
+def test_tables_of_any_sizes_stay_few() -> None:
+    rope._first_turns.cache_clear()
+    split = AxisSplit(4, 6, 2)
+    for side in range(1, 200):
+        table = rotation_table((0,), Grid(side, 1), split, CPU, first_row=side)
+        wanted = angles(torch.arange(side, 2 * side), 6)
+        assert torch.equal(table[:, 0, 2:5, 0], wanted.cos().float())
+        assert torch.equal(table[:, 0, 2:5, 1], wanted.sin().float())
+    assert rope._first_turns.cache_info().currsize < 12
 
 
 class OneDevice(TorchDispatchMode):

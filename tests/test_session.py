@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from recavsr import attention, rope
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
@@ -232,6 +236,48 @@ def test_other_frames_are_refused() -> None:
         with pytest.raises(InputError, match=r"frames must be \[N, 12, 18, 3\]"):
             session.push(wrong)
     assert len(np.concatenate(session.flush())) == 2  # what was refused left no trace
+    for dtype in (np.float32, np.int16, ">u2"):
+        with pytest.raises(InputError, match="frames must be uint8 or uint16"):
+            session.push(frames(2).astype(dtype))
+    with pytest.raises(InputError, match="frames must be uint8 or uint16"):
+        session.push(torch.zeros(2, *LR, 3, dtype=torch.uint8))  # type: ignore[arg-type]
+    assert session.flush() == []
+
+
+@pytest.mark.parametrize("color_fix", ["none", "wavelet"])
+def test_the_callers_autocast_changes_nothing(
+    tiny: BlockModel, color_fix: Literal["none", "wavelet"]
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        made = run(Session(tiny, LR, OUT, color_fix=color_fix), CLIP)
+    assert np.array_equal(made, run(Session(tiny, LR, OUT, color_fix=color_fix), CLIP))
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("color_fix", ["none", "wavelet"])
+@pytest.mark.parametrize("default", [double_precision, partial(torch.device, "meta")], ids=["double", "meta"])
+def test_the_processs_defaults_change_nothing(
+    default: Callable[[], AbstractContextManager], color_fix: Literal["none", "wavelet"]
+) -> None:
+    """A host program may have set another default type, or another default device."""
+
+    def streamed() -> np.ndarray:
+        rope._first_turns.cache_clear()
+        attention._plan_window.cache_clear()
+        model = load("nano", device="cpu", precision="fp32", first_block_latents=1)
+        return run(Session(model, LR, (300, 400), color_fix=color_fix, detect_cuts=True), CLIP[:6])
+
+    with default():
+        made = streamed()
+    assert np.array_equal(made, streamed())
 
 
 @pytest.mark.parametrize(("lr", "out"), [((0, 4), (4, 4)), ((4, 4), (4, 0))])
@@ -250,7 +296,7 @@ def test_color_fixes(tiny: BlockModel) -> None:
     }
     assert errors["adain"] < errors["none"] / 2
     assert errors["wavelet"] < errors["none"] / 2
-    with pytest.raises(InputError, match="choose none, adain or wavelet"):
+    with pytest.raises(InputError, match="choose none, adain, wavelet"):
         Session(tiny, LR, OUT, color_fix="sepia")  # type: ignore[arg-type]
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from media import ffmpeg, packets, times
 from recavsr.errors import InputError
 from recavsr.stream import pipeline
 from recavsr.stream.engine import Options, upscale
 from recavsr.stream.resume import work_folder
+from recavsr.stream.session import Session
 from recavsr.stream.shots import Shots, find_shots, join_shots, make_shots, share_out
 from recavsr.stream.step import BlockModel, IdentityModel
 from recavsr.video.clips import read_clip, write_clip
@@ -124,6 +128,32 @@ def test_a_shot_in_a_film_is_encoded_as_it_would_be_alone(film: Path, tmp_path: 
     upscale(film, alone, start=41 / 25, frames=90 - 41, **options)
     data = [checksum for *_, checksum in packets(whole, 0)]
     assert data[41:90] == [checksum for *_, checksum in packets(alone, 0)]
+
+
+@pytest.mark.parametrize("full_at", ["packets", "state"])
+def test_a_disk_that_gets_full_at_the_end_costs_no_shots(
+    film: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: str
+) -> None:
+    out = tmp_path / "out.mp4"
+    where: dict[str, Any] = {"source": str(film), "output": str(out), "model": IdentityModel()}
+    where["options"] = Options(scale=1)
+    shots = find_shots(**where, pieces=3)
+    for number in range(len(shots.runs)):
+        make_shots(**where, shots=shots, number=number)
+    made = sorted(path.name for path in work_folder(out).iterdir())
+
+    def full(*_: object) -> None:
+        if full_at == "packets":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*(shutil, "copyfileobj") if full_at == "packets" else (Session, "save"), full)
+        with pytest.raises(InputError, match=r"can't be written \(.*(full|No space)"):
+            join_shots(**where, shots=shots)
+    assert sorted(path.name for path in work_folder(out).iterdir()) == made
+    join_shots(**where, shots=shots)
+    assert len(times(out)) == FRAMES
 
 
 def test_runs_are_whole_shots_of_about_one_length() -> None:

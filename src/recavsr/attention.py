@@ -234,17 +234,18 @@ def _make_tiling(
     rows, columns = window.rows(grid), window.columns(grid)
     if query_rows is not None:
         rows = rows[query_rows.start : query_rows.stop]
-    row_tiles, row_keys, row_bias = _axis_tiles(rows, tile, grid.height)
-    column_tiles, column_keys, column_bias = _axis_tiles(columns, tile, grid.width)
 
     def pair(down: Tensor, across: Tensor) -> Tensor:
         cells = down[:, None, :, None] * grid.width + across[None, :, None, :]
         return cells.flatten(2).flatten(0, 1)
 
-    query_cells, key_cells = pair(row_tiles, column_tiles), pair(row_keys, column_keys)
-    untile = torch.empty(len(rows) * grid.width, dtype=torch.long)
-    # Later writes win; repeated cells hold equal results, so any of them serves.
-    untile[query_cells.flatten()] = torch.arange(query_cells.numel())
+    with torch.device("cpu"):  # whatever the process's default is
+        row_tiles, row_keys, row_bias = _axis_tiles(rows, tile, grid.height)
+        column_tiles, column_keys, column_bias = _axis_tiles(columns, tile, grid.width)
+        query_cells, key_cells = pair(row_tiles, column_tiles), pair(row_keys, column_keys)
+        untile = torch.empty(len(rows) * grid.width, dtype=torch.long)
+        # Later writes win; repeated cells hold equal results, so any of them serves.
+        untile[query_cells.flatten()] = torch.arange(query_cells.numel())
     bias = row_bias[:, None, :, None, :, None] + column_bias[None, :, None, :, None, :]
     bias = bias.flatten(4, 5).flatten(2, 3).flatten(0, 1)
     has_bias = bool((bias != 0).any())

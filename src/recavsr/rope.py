@@ -58,13 +58,16 @@ def _frequencies(channels: int, device: torch.device) -> Tensor:
 
 @cache
 @torch.inference_mode(False)
-def _turns_in_space(
-    grid: Grid, split: AxisSplit, device: torch.device, first_row: int
-) -> tuple[Tensor, Tensor]:
-    """Return exp(i angle) of rows [H, channels // 2, 2] and of columns [W, channels // 2, 2]."""
-    rows = torch.arange(first_row, first_row + grid.height, device=device)
-    columns = torch.arange(grid.width, device=device)
-    return _turns(rows, split.rows), _turns(columns, split.columns)
+def _first_turns(count: int, channels: int, device: torch.device) -> Tensor:
+    """Return exp(i angle) [count, channels // 2, 2] of the positions 0 .. count - 1."""
+    return _turns(torch.arange(count, device=device), channels)
+
+
+def _turns_in_space(first: int, count: int, channels: int, device: torch.device) -> Tensor:
+    """Return exp(i angle) [count, channels // 2, 2] of the rows, or columns, from `first` on."""
+    last = first + count
+    # Of powers of two there are few, whatever sizes of pictures come.
+    return _first_turns(1 << (last - 1).bit_length(), channels, device)[first:last]
 
 
 def rotation_table(
@@ -79,7 +82,8 @@ def rotation_table(
     """
     # Sines of the three axes apart are few; the table repeats them over the grid.
     time = _turns(_positions(times, device), split.time)
-    down, across = _turns_in_space(grid, split, device, first_row)
+    down = _turns_in_space(first_row, grid.height, split.rows, device)
+    across = _turns_in_space(0, grid.width, split.columns, device)
     parts = (time, down[:, None, None], across[None, :, None])
     shape = (grid.height, grid.width, len(times), -1, 2)
     return torch.cat([part.expand(shape) for part in parts], dim=-2).flatten(0, 1)
@@ -102,7 +106,7 @@ def _positions(times: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 def _turns(positions: Tensor, channels: int) -> Tensor:
     """Return exp(i angle) [len(positions), channels // 2, 2] in float32."""
     angle = angles(positions, channels)
-    turns = torch.empty(*angle.shape, 2, device=angle.device)
+    turns = torch.empty(*angle.shape, 2, dtype=torch.float32, device=angle.device)
     torch.cos(angle, out=turns[..., 0])
     torch.sin(angle, out=turns[..., 1])
     return turns

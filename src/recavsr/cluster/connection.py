@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ def connected(address: str | None, workers: int | None, threads: int | None) -> 
     Where the process is connected already, that connection is used. InputError says why there is no cluster.
     """
     ray = ray_module()
-    # Ray tells of lost workers in its own way, on standard output; the batch says it in one line.
-    with contextlib.redirect_stdout(io.StringIO()):
+    # Ray's threads tell of lost workers in their own way, on standard output; the batch says it in one line.
+    with contextlib.redirect_stdout(_OutputOfThisThread()):
         if ray.is_initialized():
             yield ray
             return
@@ -68,6 +69,21 @@ def connected(address: str | None, workers: int | None, threads: int | None) -> 
             yield ray
         finally:
             ray.shutdown()
+
+
+class _OutputOfThisThread(io.TextIOBase):
+    """Standard output as it is, for the thread that makes this; what others write is dropped."""
+
+    def __init__(self) -> None:
+        self._output, self._thread = sys.stdout, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        return self._output.write(text) if threading.get_ident() == self._thread else len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._output.flush()
 
 
 def _init(ray: ModuleType, where: dict[str, Any], attempts: int) -> None:

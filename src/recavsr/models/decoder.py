@@ -353,8 +353,11 @@ class FlashDecoder(nn.Module):
         )
         self.head = LinearHead(config) if config.head == "linear" else ConvolutionalHead(config)
         shape = (1, config.latent_channels, 1, 1, 1)
-        self.register_buffer("latents_mean", torch.tensor(config.latents_mean).view(shape), persistent=False)
-        self.register_buffer("latents_std", torch.tensor(config.latents_std).view(shape), persistent=False)
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32) for values in (config.latents_mean, config.latents_std)
+        )
+        self.register_buffer("latents_mean", mean.view(shape), persistent=False)
+        self.register_buffer("latents_std", std.view(shape), persistent=False)
 
     def start(self) -> DecoderState:
         """Return the state before the first latent of a stream."""

@@ -79,7 +79,7 @@ class FusedSelfAttention(SelfAttention):
         if torch.is_grad_enabled() or x.shape[0] > 1 or count <= PIECE_ROWS:
             return self._heads_of(self.to_qkv(x), rotation)
         # The product of a long block would stay in memory for its values.
-        made = torch.empty(3, 0)
+        made = rotation.new_empty(3, 0)
         turns = rotation.flatten(0, 1).unsqueeze(1)  # N T, 1, D / 2, 2
         first = 0
         for piece in _pieces(x, PIECE_ROWS // 2):
@@ -267,7 +267,8 @@ def fold(
     with torch.device("meta"):
         embedding = TimeTextEmbedding(config)
     load(embedding, "embedding.")
-    time, projection, text = embedding(torch.full((1,), ONE_STEP, device=device), prompt.float())
+    timestep = torch.full((1,), ONE_STEP, dtype=torch.float32, device=device)
+    time, projection, text = embedding(timestep, prompt.float())
     del embedding
 
     blocks, layers = list[FoldedBlock](), list[LayerCondition]()

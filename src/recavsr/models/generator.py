@@ -194,7 +194,7 @@ class Generator(nn.Module):
     def condition(self, prompt: Tensor, timestep: Tensor | float = ONE_STEP) -> Condition:
         """Compute the constants of a stream from the prompt [B, L, text] and the timestep [B] or a number."""
         if not isinstance(timestep, Tensor):
-            timestep = torch.full((1,), timestep, device=prompt.device)
+            timestep = torch.full((1,), timestep, dtype=torch.float32, device=prompt.device)
         time, projection, text = self.embedding(timestep, prompt)
         blocks = cast(Iterable[DiTBlock], self.blocks)
         return Condition(time, tuple(block.condition(projection, text) for block in blocks))

@@ -165,7 +165,8 @@ class ModelFolder:
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> FlashDecoder:
         """Load the LR-conditioned decoder straight to `device` in `dtype`, strictly."""
-        model = FlashDecoder(self.decoder)  # its latent statistics come from the config, so not on meta
+        with torch.device("cpu"):  # its latent statistics come from the config, so not on meta
+            model = FlashDecoder(self.decoder)
         name = self.path / "flashdecoder.safetensors"
         to_ours, to_released = decoder_names(self.decoder)
         load_strictly(model, read_tensors(name, device, dtype, to_ours), name, to_released)

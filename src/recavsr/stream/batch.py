@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -111,7 +111,9 @@ def upscale_many(
         if on_file is not None:
             on_file(result)
     if dry_run and fresh:
-        shutil.rmtree(output)  # empty folders, to which the plans were held
+        for folder, _, _ in os.walk(output, topdown=False):  # empty ones, to which the plans were held
+            with suppress(OSError):  # somebody uses it meanwhile
+                os.rmdir(folder)
     return BatchReport(tuple(results))
 
 

@@ -38,7 +38,8 @@ def prepare_lr_frames(
     """
     white = full_scale(frames.dtype)
     height, width = size
-    out = torch.empty(len(frames), 3, *padded_size(height, width, multiple), device=device)
+    padded = padded_size(height, width, multiple)
+    out = torch.empty(len(frames), 3, *padded, dtype=torch.float32, device=device)
     inside = out[:, :, :height, :width]
     if frames.shape[1:3] == size:
         levels = frames if frames.dtype == np.uint8 else frames.astype(np.int32)
@@ -138,7 +139,7 @@ def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Pictur
         return levels.contiguous().cpu().numpy().astype(dtype, copy=False)
     out = np.empty((len(x), *size, 3), dtype)
     rows = min(_piece_rows(x), size[0])
-    work = torch.empty(3, rows, size[1])
+    work = torch.empty(3, rows, size[1], dtype=torch.float32, device="cpu")
     for frame, picture in zip(x, out):
         for first in range(0, size[0], rows):
             piece = frame[:, first : first + rows]
@@ -151,7 +152,7 @@ def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Pictur
 
 def _to_main_memory(levels: Tensor) -> Picture:
     """Copy pictures from a card by way of page-locked memory, several times faster than without."""
-    place = torch.empty(levels.shape, dtype=levels.dtype, pin_memory=True)
+    place = torch.empty(levels.shape, dtype=levels.dtype, device="cpu", pin_memory=True)
     place.copy_(levels, non_blocking=True)
     torch.cuda.current_stream(levels.device).synchronize()
     return place.numpy()

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recavsr.errors import InputError
 from recavsr.stream.blocks import full_scale
 
 ColorFix = Literal["none", "adain", "wavelet"]
 
+COLOR_FIXES = get_args(ColorFix)
+
 _LEVELS = 5
 _EPS = 1e-5
+
+
+def check_color_fix(name: str) -> None:
+    """Raise InputError where there is no such colour fix."""
+    if name not in COLOR_FIXES:
+        raise InputError(f"color fix {name!r} is unknown; choose {', '.join(COLOR_FIXES)}")
 
 
 def adain(frames: Tensor, reference: Tensor) -> Tensor:
@@ -49,7 +58,7 @@ def wavelet(frames: Tensor, lr_frames: np.ndarray) -> Tensor:
 
 
 def _low_frequencies(x: Tensor) -> Tensor:
-    line = torch.tensor([1.0, 2.0, 1.0], device=x.device) / 4
+    line = torch.tensor([1.0, 2.0, 1.0], dtype=x.dtype, device=x.device) / 4
     kernel = torch.outer(line, line).expand(3, 1, 3, 3)
     for level in range(_LEVELS):
         reach = 2**level

@@ -200,7 +200,7 @@ class SharedModel:
                 f"this state was saved on {len(state.parts)} devices; it can not go on with {self.ranks}"
             )
         kept = _Kept(self, next(self._numbers))
-        with tempfile.TemporaryDirectory() as folder:
+        with self._lock, self._on_failure_end(), tempfile.TemporaryDirectory() as folder:
             for rank, part in enumerate(state.parts[1:], start=1):
                 part.save(_part(folder, rank))
             self._tell({"do": "load", "to": kept.number, "folder": folder})

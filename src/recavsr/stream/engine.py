@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recavsr.errors import InputError
+from recavsr.stream.color_fix import ColorFix, check_color_fix
 from recavsr.stream.cuts import EditList
 from recavsr.stream.drift import Drift
 from recavsr.stream.estimate import Estimate, estimate
@@ -23,9 +24,6 @@ from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
 from recavsr.video.frames import Stamp
 from recavsr.video.reader import Reader, Trim, open_reader
-
-ColorFix = Literal["none", "wavelet", "adain"]
-COLOR_FIXES = ("none", "wavelet", "adain")
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,7 @@ def open_run(
     """Open a source and plan its run; InputError (one line) where source, output or options won't do."""
     request = SizeRequest(options.scale, options.size, options.height, options.width, options.fit)
     trim = Trim.parse(options.start, options.duration, options.frames)
-    if options.color_fix not in COLOR_FIXES:
-        raise InputError(f"color_fix is one of {', '.join(COLOR_FIXES)}, not {options.color_fix}")
+    check_color_fix(options.color_fix)
     if options.encoder not in ("software", "hardware"):
         raise InputError(f"encoder is software or hardware, not {options.encoder}")
     edit_list = _edit_list(options.cuts, trim)
@@ -261,10 +258,12 @@ def upscale(
             writer.resume(work.log_size)
 
             def on_mark(mark: Mark) -> None:
-                work.save(mark.session, mark.frames, writer)
+                if mark.session is not None:
+                    work.save(mark.session, mark.frames, writer)
 
             watch.begin(work.frames)
-            hooks = Hooks(watch.frames, run.starts_shot, on_mark if plan.resumable else None)
+            marks = on_mark if plan.resumable else None
+            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due)
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
             except BaseException:

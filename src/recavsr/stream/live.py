@@ -67,6 +67,7 @@ _SENT_BEHIND = 32  # items between the model and the output
 _SOUND_EARLY = Fraction(1, 10)  # seconds that sound may begin before the first picture of its connection
 _CLOSE_SECONDS = 15.0
 _POLL_SECONDS = 0.1
+_SILENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -498,6 +499,8 @@ class _Run:
         self._error: BaseException | None = None
         self._channel: Channel[Item] = Channel(_SENT_BEHIND, self._abort)
         self._waiting: deque[LiveFrame] = deque()  # frames inside the session, without their pixels
+        self._arrived: float | None = None  # when the last frame came; None at the start and after a drop-out
+        self._interval = 0.0  # seconds between the last two frames
         self._session: Session | None = None
         self._lr_size = (0, 0)
         self._last_needed = math.inf
@@ -594,10 +597,22 @@ class _Run:
                 self._connection(item)
             elif isinstance(item, Gap):
                 self._end_shot()
+                self._arrived = None
             elif item is not None:
                 self._channel.put(item)
+            if self._waiting and self._silent():
+                self._end_shot()
             self._report()
         self._end_shot()
+
+    def _silent(self) -> bool:
+        """Say whether no frame comes for so long that those inside the session are better shown now.
+
+        That ends the shot. A source that is slow, but steady, is not silent.
+        """
+        if self._arrived is None or self._inbox.frames:
+            return False
+        return time.monotonic() - self._arrived > max(_SILENCE_SECONDS, 3 * self._interval)
 
     def _connection(self, connection: Connection) -> None:
         first = self._sending.picture is None
@@ -637,6 +652,8 @@ class _Run:
         self._begin_level()
 
     def _frame(self, frame: LiveFrame) -> None:
+        self._interval = 0.0 if self._arrived is None else frame.arrived - self._arrived
+        self._arrived = frame.arrived
         if self._session is None:
             self._channel.put(frame)
             self._keep_up()

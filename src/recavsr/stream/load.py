@@ -34,15 +34,27 @@ PACKAGED = Path(__file__).resolve().parent.parent / "pretrained"
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """Return the device to use: CUDA where there is a card, else the CPU."""
+    """Return the device to use: CUDA where there is a card, else the CPU.
+
+    Raises InputError where there is no such device, or none that computes in float64, as positions need.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise InputError(f"device {device!r} is unknown; choose auto, cpu, cuda or cuda:N") from error
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("no CUDA card is available here; use --device cpu")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("no CUDA card is available here; use --device cpu")
+        if (resolved.index or 0) >= (cards := torch.cuda.device_count()):
+            raise InputError(f"there is no {resolved}: the cards here are cuda:0 to cuda:{cards - 1}")
+    elif resolved.type != "cpu":
+        try:
+            torch.zeros((), dtype=torch.float64, device=resolved).item()
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"device {resolved} can't be used: {reason}; use --device cpu") from error
     return resolved
 
 

@@ -63,12 +63,12 @@ class Upscaler(Protocol):
 
 @dataclass(frozen=True)
 class Mark:
-    """A place between two blocks where a run can be continued, or taken up by another: the session there, and
-    the frames so far. Marks lie at every cut, and in a shot at block ends `MARK_FRAMES` apart: where they lie
-    in a shot depends on that shot alone.
+    """A place between two blocks where a run can be continued, or taken up by another: the session there, if
+    it was wanted, and the frames so far. Marks lie at every cut, and in a shot at block ends `MARK_FRAMES`
+    apart: where they lie in a shot depends on that shot alone.
     """
 
-    session: Session
+    session: Session | None
     frames: int
 
 
@@ -123,6 +123,8 @@ class Hooks:
     """Asked once for each frame, in order: is the session cut before it?"""
     on_mark: Callable[[Mark], None] | None = None
     """Told of every mark, in the writing thread, when the writer holds all frames up to there."""
+    wants_session: Callable[[], bool] = lambda: False
+    """Asked at every mark, in the caller's thread: is its session wanted, with a copy of the whole state?"""
 
 
 @dataclass
@@ -235,12 +237,12 @@ def _upscale(
         nonlocal marked
         if hooks.on_mark is None or made == marked:
             return
-        if begun + made in session.cuts:
-            here = session.at_cut(begun + made)
-        elif made - marked >= MARK_FRAMES and not waiting:
-            here = session.fork()
-        else:
+        at_cut = begun + made in session.cuts
+        if not at_cut and (made - marked < MARK_FRAMES or waiting):
             return
+        here = None
+        if hooks.wants_session():
+            here = session.at_cut(begun + made) if at_cut else session.fork()
         marked = made
         upscaled.put(Mark(here, timing.frames_passed + made))
 

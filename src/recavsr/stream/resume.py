@@ -19,7 +19,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -154,22 +155,23 @@ class Work:
         except (InputError, KeyError, ValueError):
             raise self._damaged() from None
 
+    @property
+    def due(self) -> bool:
+        """Return whether the last checkpoint is so old that there should be a new one."""
+        return self.folder is not None and time.monotonic() - self._saved_at >= CHECKPOINT_SECONDS
+
     def save(self, session: Session, frames: int, writer: Writer) -> None:
         """Save a checkpoint after `frames` frames, unless the last one is young."""
-        if self.folder is None or time.monotonic() - self._saved_at < CHECKPOINT_SECONDS:
+        if self.folder is None or not self.due:
             return
         state = self.folder / f"state-{frames}.safetensors"
-        try:
+        with _writing(state):
             log_size = writer.sync()
             session.save(state)
             sync(state)
             self._write(frames=frames, log_size=log_size, state=state.name)
             if self._session is not None and self._session != state:
                 self._session.unlink(missing_ok=True)
-        except OSError as error:
-            raise write_error(state, error) from None
-        except SafetensorError as error:  # what it says of a full disk
-            raise InputError(f"{state}: can't be written ({error})") from None
         self._session, self.kept, self._saved_at = state, frames, time.monotonic()
 
     def join(self, facts: dict[str, Any], session: Session, frames: int, logs: Sequence[Path]) -> None:
@@ -177,20 +179,23 @@ class Work:
         assert self.folder is not None
         self._facts = json.loads(json.dumps(facts))
         packets, state = self.folder / "packets", self.folder / f"state-{frames}.safetensors"
-        try:
+        with _writing(packets):
             self._take_lock()
-            with open(packets, "wb") as whole:
-                for log in logs:
-                    with open(log, "rb") as part:
-                        shutil.copyfileobj(part, whole)
-                log_size = whole.tell()
-            session.save(state)
-            for path in (packets, state):
-                sync(path)
-            self._write(frames=frames, log_size=log_size, state=state.name)
-        except OSError as error:
-            raise write_error(packets, error) from None
-        self.kept = frames
+            self.kept = frames  # whatever happens now: the logs are not removed
+            try:
+                with open(packets, "wb") as whole:
+                    for log in logs:
+                        with open(log, "rb") as part:
+                            shutil.copyfileobj(part, whole)
+                    log_size = whole.tell()
+                session.save(state)
+                for path in (packets, state):
+                    sync(path)
+                self._write(frames=frames, log_size=log_size, state=state.name)
+            except BaseException:
+                for path in (packets, state):  # the disk may be full
+                    path.unlink(missing_ok=True)
+                raise
 
     def _write(self, **known: Any) -> None:
         """Replace what is known of the run, at once."""
@@ -257,6 +262,17 @@ class Work:
                     f"{self._output}: the kept run can't be continued, its {name} {how}; "
                     "use what it was begun with, or start afresh with --overwrite"
                 )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn the errors of writing a file into InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from None
+    except SafetensorError as error:  # what it says of a full disk
+        raise InputError(f"{path}: can't be written ({error})") from None
 
 
 def work_folder(output: Path) -> Path:

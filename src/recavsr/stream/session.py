@@ -14,7 +14,7 @@ from recavsr.errors import InputError
 from recavsr.geometry import padded_size
 from recavsr.state import State
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
-from recavsr.stream.color_fix import ColorFix, adain, wavelet
+from recavsr.stream.color_fix import ColorFix, adain, check_color_fix, wavelet
 from recavsr.stream.cuts import ShotMemory, Thumbnail, thumbnail
 from recavsr.stream.drift import Drift, color_difference
 from recavsr.stream.step import BlockModel
@@ -51,8 +51,7 @@ class Session:
     ) -> None:
         if min(*lr_size, *out_size) < 1:
             raise InputError(f"sizes must be positive, got {lr_size} -> {out_size}")
-        if color_fix not in ("none", "adain", "wavelet"):
-            raise InputError(f"color fix {color_fix!r} is unknown; choose none, adain or wavelet")
+        check_color_fix(color_fix)
         self.model, self.lr_size, self.out_size = model, lr_size, out_size
         self.seed, self.color_fix, self.detect_cuts = seed, color_fix, detect_cuts
         self.cuts: list[int] = []
@@ -78,7 +77,12 @@ class Session:
         return self.model.blocks.frames(self._block) - sum(len(piece) for piece in self._pending)
 
     def push(self, frames: np.ndarray) -> list[np.ndarray]:
-        """Take the next LR frames; return the SR frames of every block that they complete."""
+        """Take the next LR frames; return the SR frames of every block that they complete.
+
+        Raises InputError, and takes none, where they are of another size or type than the stream's.
+        """
+        if frames.dtype not in (np.uint8, np.uint16):
+            raise InputError(f"frames must be uint8 or uint16 (numpy), got {frames.dtype}")
         if frames.ndim != 4 or frames.shape[1:] != (*self.lr_size, 3):
             raise InputError(
                 f"frames must be [N, {self.lr_size[0]}, {self.lr_size[1]}, 3], got {frames.shape}"
@@ -115,6 +119,13 @@ class Session:
 
     def fork(self) -> Session:
         """Return an independent session that continues from here: it gets a copy of the whole state."""
+        other = self.at_cut(self.pushed)
+        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
+        other._seen, other._thumbnails = self._seen, list(self._thumbnails)
+        return other
+
+    def at_cut(self, cut: int) -> Session:
+        """Return an independent session that stands at one of the `cuts` so far, before its shot."""
         other = Session(
             self.model,
             self.lr_size,
@@ -124,16 +135,8 @@ class Session:
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
         )
-        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
-        other._seen, other._thumbnails = self._seen, list(self._thumbnails)
-        other.cuts, other.pushed, other.drift = list(self.cuts), self.pushed, self.drift
-        return other
-
-    def at_cut(self, cut: int) -> Session:
-        """Return an independent session that stands at one of the `cuts` so far, before its shot."""
-        other = self.fork()
-        other.reset()
         other.cuts, other.pushed = [known for known in self.cuts if known <= cut], cut
+        other.drift = self.drift
         return other
 
     def save(self, path: str | Path) -> None:
@@ -199,7 +202,9 @@ class Session:
             cut = self._seen.first_cut(thumbnails[:wanted]) if self.detect_cuts else None
             taken = min(wanted, len(frames)) if cut is None else cut
             if taken:
-                done.append(self._run_block(frames[:taken], wanted))
+                # The model has a precision of its own, whatever the caller computes in.
+                with torch.autocast(self.model.device.type, enabled=False):
+                    done.append(self._run_block(frames[:taken], wanted))
             if self.detect_cuts and cut is None:
                 self._seen = self._seen.after(thumbnails[:taken])
             if cut is not None:

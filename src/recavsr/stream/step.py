@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,6 +97,8 @@ class ReCaVSR:
         """How steady blocks are issued; None: kernel by kernel."""
         if on_card and not travelling and self.ranks == 1:
             self.graphs = BlockGraphs(generator, CudaCapture(self.device))
+        # Layers that travel have places for one stream's block at a time.
+        self._turn = Lock() if travelling else nullcontext()
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> StreamState:
         """Return the state before the first block of a shot; sizes are padded output pixels."""
@@ -109,13 +113,14 @@ class ReCaVSR:
 
         Frames are not clamped; their type is that of the decoder's last step. The state given is spent. With
         `wanted` only the latents of the first so many frames are decoded, and the state returned serves no
-        further block.
+        further block. Blocks of different streams may be made from several threads.
         """
         lr_frames, noise = lr_frames.to(self.dtype), self.noise(state)
         run = partial(self.run_block, wanted=wanted)
         if self.graphs is not None:
             return self.graphs.step(run, state, noise, lr_frames, ending=wanted is not None)
-        return run(state, noise, lr_frames)
+        with self._turn:
+            return run(state, noise, lr_frames)
 
     def run_block(
         self,
@@ -205,7 +210,7 @@ def block_noise(shape: tuple[int, ...], seed: int, shot: int, block: int) -> Ten
     """Return float32 normal noise as a pure function of (seed, shot, block), the same on every device."""
     mixed = int(np.random.SeedSequence((seed, shot, block)).generate_state(1, np.uint64)[0])
     generator = torch.Generator().manual_seed(mixed & (2**63 - 1))
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 class NoiseAhead:

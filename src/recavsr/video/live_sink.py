@@ -27,10 +27,10 @@ from recavsr.video.color import FromRgb
 from recavsr.video.formats import CONTAINERS, LOSSLESS, Container, Encoding, choose_encoding, container_of
 from recavsr.video.info import VideoInfo
 from recavsr.video.live_sound import SoundCopy, SoundEncoder, SoundPolicy, carries
-from recavsr.video.live_source import LiveFrame, SoundPacket, SoundTrack, check_host, shown_name
+from recavsr.video.live_source import LiveFrame, SoundPacket, SoundTrack, check_host
 from recavsr.video.output import PendingOutput, write_error
 from recavsr.video.relay import Relay, ffmpeg_with
-from recavsr.video.source import STDIN
+from recavsr.video.source import STDIN, shown_name
 
 TIME_BASE = Fraction(1, 90000)
 """The output's clock: every usual frame rate has whole ticks of it."""

@@ -35,8 +35,16 @@ from recavsr.errors import InputError
 from recavsr.video.frames import Frame, Stamp
 from recavsr.video.info import VideoInfo
 from recavsr.video.reader import Trim, VideoReader
-from recavsr.video.relay import Relay, ffmpeg_with, read_pipe
-from recavsr.video.source import STDIN, CountedInput, Source, SourceKind, open_container, resolve
+from recavsr.video.relay import Relay, ffmpeg_with
+from recavsr.video.source import (
+    STDIN,
+    CountedInput,
+    Source,
+    SourceKind,
+    open_container,
+    resolve,
+    shown_name,
+)
 
 NETWORK_SCHEMES = ("rtmp", "rtmps", "rtsp", "rtsps", "srt", "udp", "tcp", "rtp", "http", "https")
 _DEVICE_FORMATS = {"linux": "v4l2", "darwin": "avfoundation", "win32": "dshow"}
@@ -181,16 +189,6 @@ def resolve_live(
     return LiveSource(url, shown_name(name), LiveKind.NETWORK, None, defaults | given, listening, patience)
 
 
-def shown_name(url: str) -> str:
-    """Return a URL without what may be secret: user, password, query, and the key of an RTMP stream."""
-    head, _, _ = url.partition("?")
-    scheme, _, rest = head.partition("://")
-    host, slash, path = rest.rpartition("@")[2].partition("/")
-    if scheme.startswith("rtmp") and "/" in path:
-        path = path.rpartition("/")[0] + "/..."
-    return f"{scheme}://{host}{slash}{path}"
-
-
 def _device(name: str) -> tuple[str, str] | None:
     """Return libav's input format and name of a camera, None if `name` is none."""
     if re.fullmatch(r"/dev/video\d+", name):
@@ -238,14 +236,13 @@ def _devices_found(form: str) -> str:
 class _Pipe(CountedInput):
     """Standard input or a named pipe: hands over whatever is there; its first bytes may be looked at."""
 
-    def __init__(self, handle: int) -> None:
-        super().__init__(io.FileIO(handle, closefd=False))
-        self._handle = handle
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__(file)
         self._seen = b""
 
     def peek(self, size: int) -> bytes:
         """Return the first `size` bytes (less at the end), which `read` will give again."""
-        while len(self._seen) < size and (data := read_pipe(self._handle, size, None)):
+        while len(self._seen) < size and (data := super().read(size)):
             self._seen += data
         return self._seen
 
@@ -392,7 +389,7 @@ class LiveReader(VideoReader):
 
 
 def _open_pipe(live: LiveSource) -> InputContainer:
-    pipe = _Pipe(0 if live.name == STDIN else os.open(live.name, os.O_RDONLY))
+    pipe = _Pipe(io.FileIO(0, closefd=False) if live.name == STDIN else io.FileIO(live.name))
     if pipe.peek(9) == b"YUV4MPEG2":
         # One frame must be enough to start: a pipe may stall after any frame.
         options = {"probesize": "32", "analyzeduration": "0", "fpsprobesize": "0"}
@@ -427,5 +424,4 @@ __all__ = [
     "SoundTrack",
     "VideoInfo",
     "resolve_live",
-    "shown_name",
 ]

@@ -32,8 +32,8 @@ def write_error(name: str | Path, error: Exception) -> InputError:
 
 def sync(path: Path) -> None:
     """Bring a file, or the entries of a folder, to the disk."""
-    with contextlib.suppress(PermissionError):  # Windows can't open folders
-        handle = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(PermissionError):  # Windows can't open folders, and syncs what may be written
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(handle)
         finally:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
+import selectors
 import shutil
 import subprocess
 import sys
 import tempfile
-from typing import IO
+from typing import IO, cast
 
 from recavsr.errors import InputError
+from recavsr.video.source import shown_name
 
 _TERMINATE_SECONDS = 3.0
+_LAST_WORDS = 4096  # bytes of what ffmpeg said in perhaps many days
 
 
 def ffmpeg_with(protocol: str) -> str:
@@ -33,9 +35,9 @@ def ffmpeg_with(protocol: str) -> str:
 class Relay:
     """A running `ffmpeg` that copies MPEG-TS from a URL to us, or from us to a URL.
 
-    It is libav's input or output (`read`, `write`). As an input it ends when the other side is gone, and on
-    POSIX systems when nothing came for `patience` seconds, or nothing at all in the first `connect_seconds`
-    (None: it waits as long as it takes).
+    It is libav's input or output (`read`, `write`). As an input it ends when the other side is gone, when
+    nothing came for `patience` seconds, and on POSIX systems when nothing at all came in the first
+    `connect_seconds` (None, for both: it waits as long as it takes).
     """
 
     def __init__(
@@ -49,13 +51,16 @@ class Relay:
         executable = ffmpeg_with(url.partition(":")[0])
         soon = ["-analyzeduration", "500000"]  # ffmpeg looks at a stream for up to 5 s before it goes on
         from_us = [*soon, "-f", "mpegts", "-i", "pipe:0", "-map", "0", "-c", "copy"]
-        to_us = [*soon, "-i", url, "-map", "0:v", "-map", "0:a?", "-c", "copy"]
+        # ffmpeg itself ends after a silence: stopped from outside it would stay in SRT's own wait of 5 s, and
+        # keep the packet whose end it has not seen.
+        limit = [] if patience is None else ["-rw_timeout", str(round(patience * 1e6))]
+        to_us = [*soon, *limit, "-i", url, "-map", "0:v", "-map", "0:a?", "-c", "copy"]
         arguments = (
             [*from_us, "-flush_packets", "1", "-f", "mpegts", url]
             if sending
             else [*to_us, "-f", "mpegts", "pipe:1"]
         )
-        self._patience, self._patience_later = connect_seconds, patience
+        self._url, self._patience, self._connect_seconds = url, patience, connect_seconds
         self._silence: str | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
@@ -71,15 +76,20 @@ class Relay:
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes as they come; empty at the end."""
         assert self._process.stdout is not None
-        if self._silence is not None:  # libav asks again
+        if self._connect_seconds is not None and not self._silence and not self._hears(self._connect_seconds):
+            self._silence = f"no data for {self._connect_seconds:.3g} s"
+        if self._silence:  # libav asks again
             return b""
-        try:
-            data = read_pipe(self._process.stdout.fileno(), size, self._patience)
-        except TimeoutError as error:
-            self._silence = str(error)
-            return b""
-        self._patience = self._patience_later
-        return data
+        self._connect_seconds = None
+        return os.read(self._process.stdout.fileno(), size)
+
+    def _hears(self, seconds: float) -> bool:
+        """Wait at most so long for something to read; on Windows pipes can't be waited for."""
+        if sys.platform == "win32":
+            return True
+        with selectors.DefaultSelector() as selector:
+            selector.register(cast(IO[bytes], self._process.stdout), selectors.EVENT_READ)
+            return bool(selector.select(seconds))
 
     def write(self, data: bytes) -> int:
         """Send all of `data`."""
@@ -93,9 +103,12 @@ class Relay:
         """Return why it ended: silence, or the last thing that ffmpeg complained about, or None."""
         if self._silence is not None:
             return self._silence
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), None)
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _LAST_WORDS))
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+        if last is not None and "timed out" in last and self._patience is not None:
+            return f"no data for {self._patience:.3g} s"
+        return last and last.replace(self._url, shown_name(self._url))
 
     def close(self) -> None:
         """End the process: after the last byte if we send, at once if we receive.
@@ -117,10 +130,3 @@ class Relay:
             self._process.stdout.close()
         elif self._process.returncode:
             raise OSError(self.why_ended() or f"ffmpeg ended with {self._process.returncode}")
-
-
-def read_pipe(handle: int, size: int, patience: float | None) -> bytes:
-    """Read what is in a pipe, waiting for it at most `patience` seconds (TimeoutError)."""
-    if patience is not None and sys.platform != "win32" and not select.select([handle], [], [], patience)[0]:
-        raise TimeoutError(f"no data for {patience:.3g} s")
-    return os.read(handle, size)

@@ -86,6 +86,16 @@ class Source:
     pictures: tuple[Path, ...] = ()
 
 
+def shown_name(url: str) -> str:
+    """Return a URL without what may be secret: user, password, query, and the key of an RTMP stream."""
+    head, _, _ = url.partition("?")
+    scheme, _, rest = head.partition("://")
+    host, slash, path = rest.rpartition("@")[2].partition("/")
+    if scheme.startswith("rtmp") and "/" in path:
+        path = path.rpartition("/")[0] + "/..."
+    return f"{scheme}://{host}{slash}{path}"
+
+
 def is_picture(path: Path) -> bool:
     """Return whether the name ends like a picture file."""
     return path.suffix.lower() in PICTURE_SUFFIXES
@@ -228,7 +238,7 @@ def _why_not(source: Source, error: Exception) -> str:
     if source.kind is SourceKind.STDIN:
         return "standard input is not a YUV4MPEG2 (y4m) stream; pipe one, e.g. from ffmpeg -f yuv4mpegpipe -"
     if source.kind is SourceKind.URL:
-        return f"{source.name}: can't be opened ({getattr(error, 'strerror', None) or error})"
+        return f"{shown_name(source.name)}: can't be opened ({getattr(error, 'strerror', None) or error})"
     if number in (errno.EACCES, errno.EPERM):
         return f"{source.name}: no permission to read it"
     if number == errno.EIO:
