@@ -58,7 +58,7 @@ def machine() -> Iterator[tuple[str, str]]:
         bf16 = "bf16" if card.major >= 8 else "no bf16"
         yield f"cuda:{index}", f"{card.name}, {card.total_memory / _GIGABYTE:.1f} GB, {bf16}"
     if torch.backends.mps.is_available():
-        yield "mps", "Apple GPU"
+        yield "Apple GPU", "not used: positions need float64, which it lacks"
     memory = _memory_gigabytes()
     if memory:
         yield "memory", f"{memory[0]:.1f} GB, {memory[1]:.1f} GB of it free"
