@@ -253,8 +253,10 @@ def test_pictures_out_and_back(tmp_path: Path) -> None:
             == (tmp_path / "numbered" / number).read_bytes()
             == (tmp_path / "same_names" / name).read_bytes()
         )
-    with pytest.raises(InputError, match="pictures are there already"):
+    with pytest.raises(InputError, match="holds pictures already"):
         run_identity(source, tmp_path / "folder")
+    with pytest.raises(InputError, match="holds other files"):
+        run_identity(tmp_path / "folder", source.parent)
     run_identity(tmp_path / "folder", tmp_path / "film.mp4", scale=1)
     assert np.abs(pixels(tmp_path / "film.mp4").astype(int) - pixels(source)).mean() < 2
 

@@ -21,7 +21,7 @@ def command(
     ] = "720p",
     precision: Annotated[str, typer.Option(help="By commas: auto, fp32, bf16, fp8.")] = "auto",
     frames: Annotated[int, typer.Option(min=1, help="Length of the clip.")] = 201,
-    device: options.Device = "auto",
+    device: options.OneDevice = "auto",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Default: benchmarks/results/speed_MODEL_DEVICE.json."),

@@ -47,8 +47,9 @@ from recavsr.geometry import BlockPlan, Grid, padded_size
 from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.presets import recavsr_5b, recavsr_5b_decoder
+from recavsr.models.weights import ModelFolder
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
-from recavsr.stream.load import load, random_model, resolve_device, resolve_precision
+from recavsr.stream.load import load, model_folder, random_model, resolve_device, resolve_precision
 from recavsr.stream.step import ReCaVSR, StreamState
 
 SIZES = {"720p": (1280, 720), "1080p": (1920, 1080), "1440p": (2560, 1440), "4k": (3840, 2160)}
@@ -529,6 +530,8 @@ def open_model(options: Options, device: torch.device, precision: str) -> ReCaVS
 def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure; `say` gets a line of JSON for each row as soon as it is there."""
     device = resolve_device(options.device)
+    if options.model not in (RANDOM_5B, "identity"):
+        ModelFolder.open(model_folder(options.model)).check()  # before minutes of measuring
     precisions = [_named(precision, device) for precision in options.precisions]
     ceilings = measure_ceilings(device, precisions, options.ceiling_size)
     say(json.dumps(ceilings.rounded()))

@@ -58,7 +58,7 @@ class PendingOutput:
         except OSError as error:  # a name that no file can have
             raise write_error(final, error) from None
         if final.exists() and not overwrite:
-            raise InputError(f"{final}: exists already; choose another name or overwrite it")
+            raise InputError(f"{final}: exists already; choose another name, or --overwrite it")
         if final.is_dir():
             raise InputError(f"{final}: is a folder")
         if final.exists() and not final.is_file():
