@@ -14,7 +14,7 @@ from recavsr.cli.models import resolve
 def command(
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="nano, recavsr_5b (random weights), a registered name, a folder."),
+        typer.Option("--model", "-m", help="nano, recavsr-5b (random weights), a registered name, a folder."),
     ] = "nano",
     size: Annotated[
         str, typer.Option(help="Output sizes by commas: 720p, 1080p, 1440p, 4k, WIDTHxHEIGHT.")

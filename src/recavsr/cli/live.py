@@ -70,7 +70,9 @@ def command(
     ] = "none",
     cuts: Annotated[str, typer.Option(help="Start afresh at scene cuts: auto or off.")] = "auto",
     codec: Annotated[str | None, typer.Option(help="h264, hevc, and what the file can hold.")] = None,
-    quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
+    quality: Annotated[
+        str | None, typer.Option(help="0 (best) to 51, the same for every codec; or lossless.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. ultrafast.")] = None,
     bitrate: Annotated[str | None, typer.Option(help="At most so many bits a second, e.g. 6M.")] = None,
     device: options.Device = "auto",
