@@ -201,7 +201,7 @@ def test_odd_sides_that_a_codec_can_not_hold(tmp_path: Path) -> None:
     run_identity(source, tmp_path / "odd.mp4", size=(65, 37))
     stream = video_stream(tmp_path / "odd.mp4")
     assert (stream["width"], stream["height"], stream["pix_fmt"]) == (65, 37, "yuv444p")
-    with pytest.raises(InputError, match="odd side, which av1 can't hold"):
+    with pytest.raises(InputError, match="odd side, which av1 can't hold; choose h264, hevc or vp9"):
         run_identity(source, tmp_path / "odd.webm", size=(65, 37), codec="av1")
 
 

@@ -180,7 +180,7 @@ def _encoding(
     )
     if (width % 2 and chroma in ("420", "422")) or (height % 2 and chroma == "420"):
         raise InputError(
-            f"{width}x{height} has an odd side, which {encoder.codec} can't hold; choose h264 or hevc"
+            f"{width}x{height} has an odd side, which {encoder.codec} can't hold; choose h264, hevc or vp9"
         )
     pixel_format = encoder.pixel_format(chroma, bits)
     options = encoder.settings(quality, preset)

@@ -97,7 +97,8 @@ class PendingFiles:
         self.folder = folder
         parent = folder.parent if create else folder
         if not parent.is_dir():
-            raise InputError(f"{folder}: the folder {parent} does not exist")
+            where = f"{folder}: the folder {parent}" if create else f"the folder {folder}"
+            raise InputError(f"{where} does not exist")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(f"{folder}: no permission to write into {parent}")
         self._kept = place is not None
