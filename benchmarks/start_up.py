@@ -122,7 +122,7 @@ def main() -> int:
         child(given.child, given.precision, given.began)
         return 0
     began, results = time.time(), []
-    model = "recavsr_5b"
+    model = "recavsr-5b"
     if given.folder:
         if not (given.folder / "vae_config.json").exists():
             write_folder(given.folder)

@@ -120,16 +120,19 @@ def test_usage_errors_are_one_line(arguments: list[str], named: str, capsys: pyt
         (["--frames", "0"], "frames"),
         (["--codec", "divx"], "divx"),
         (["--quality", "awful"], "awful"),
+        (["--preset", "warp"], "it has ultrafast, "),
+        (["--codec", "hevc", "--preset", "warp"], "it has ultrafast, "),
+        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_bad_options_are_refused(
-    clip: Path, tmp_path: Path, options: list[str], named: str, capsys: pytest.CaptureFixture
+    clip: Path, tmp_path: Path, options: list[str], named: str, capfd: pytest.CaptureFixture
 ) -> None:
     output = tmp_path / "out" / "big.mp4"
     output.parent.mkdir()
     model = [] if "--model" in options else ["--model", "identity"]
     assert run(["upscale", str(clip), "-o", str(output), *model, *options]) == 2
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()  # of the libraries, too
     assert out == ""
     lines = [line for line in err.splitlines() if not line.startswith("loading ")]
     assert len(lines) == 1
@@ -172,9 +175,46 @@ def test_a_second_name_is_no_output(clip: Path, tmp_path: Path, capsys: pytest.C
     assert not second.exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["upscale", ""], ["upscale", "x.mp4", "-o", ""], ["batch", "", "-o", "x"], ["live", "", "x.mp4"]],
+    ids=" ".join,
+)
+def test_a_name_may_not_be_empty(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err == "recavsr: the name of an input or output is empty\n"
+
+
 def test_output_folder_must_exist(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert run(["upscale", str(clip), "-o", str(tmp_path / "no" / "big.mp4"), "--model", "identity"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["evaluate", "--data", "nowhere", "-o", "r.json"], "held-out clips missing"),
+        (["bench", "--model", "no-such-model"], "no-such-model"),
+        (["live", "no.mp4", "x.mkv"], "no.mp4: no such file"),
+        (["live", "-", "x.avi"], ".flv"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_other_commands_refuse_in_one_line(
+    arguments: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("recavsr: ")
+    assert named in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_errors_are_json_lines_with_json(capsys: pytest.CaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from recavsr.video.clips import write_clip
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'recavsr[cluster]'")
 
 from recavsr.cluster.batch import Shared, run_batch  # noqa: E402
-from recavsr.cluster.connection import Room, connected, room_of  # noqa: E402
+from recavsr.cluster.connection import Room, check_answers, connected, room_of  # noqa: E402
 from recavsr.cluster.dispatch import Retried, Started  # noqa: E402
 from recavsr.cluster.tasks import JoinShots, SomeShots, WholeFile  # noqa: E402
 from recavsr.cluster.worker import Setup, Worker  # noqa: E402
@@ -193,6 +194,8 @@ def test_the_command_says_what_happens(
     events = [json.loads(line) for line in err.splitlines()]
     ends = {Path(e["source"]).name for e in events if e["event"] == "file" and e["status"] == "done"}
     assert ends == {"long.mp4", "a [1].mp4", "-b 100%.mp4", "ç.mp4"}
+    counts = [(e["frames"], e["total"]) for e in events if e["event"] == "progress"]
+    assert counts[-1][0] == counts[-1][1]
     assert events[-1] == {
         "event": "result", "output": out, "done": 4, "partial": 0, "skipped": 0, "failed": 0
     }  # fmt: skip
@@ -206,6 +209,18 @@ def test_the_command_says_what_happens(
 
 
 # -- without a cluster ---------------------------------------------------------------------------------
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        for written in (address, f"ray://{address}"):
+            with pytest.raises(InputError, match=f"no cluster answers at {written}"):
+                check_answers(written)
+        free.listen()
+        check_answers(address)
+        check_answers("auto")
 
 
 def test_without_ray_one_line_says_what_to_install(

@@ -180,8 +180,8 @@ def test_a_model_runs_through_its_session(clip):
 
 
 def test_command_line(clip, tmp_path, monkeypatch, capsys):
-    assert protocol.main(["--model", "bicubic", "--data", str(tmp_path), "-o", str(tmp_path / "r.json")]) == 2
-    assert "held-out clips missing" in capsys.readouterr().err
+    with pytest.raises(InputError, match="held-out clips missing"):
+        protocol.main(["--model", "bicubic", "--data", str(tmp_path), "-o", str(tmp_path / "r.json")])
 
     folder = tmp_path / "test_video"
     folder.mkdir()
@@ -198,8 +198,9 @@ def test_command_line(clip, tmp_path, monkeypatch, capsys):
     assert result["protocol"]["frames"] == 29
     assert str(tmp_path) not in output.read_text()  # results are published: no folders of the machine
 
-    assert protocol.main([*words, "--degradation", "wild"]) == 2
-    assert protocol.main([*words, "--clips", "other"]) == 2
+    for wrong in (["--degradation", "wild"], ["--clips", "other"]):
+        with pytest.raises(InputError, match=r"wild|--clips"):
+            protocol.main([*words, *wrong])
 
     assert report.main([str(output), "--clips"]) == 0
     printed = capsys.readouterr().out

@@ -119,7 +119,7 @@ def test_a_whole_run(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = f"{(plan.peak - plan.layer) / 1e6}MB"
     options = speed.Options(
         memory=memory,
-        model="recavsr_5b",
+        model=speed.RANDOM_5B,
         sizes=((48, 32),),
         precisions=(precision,),
         frames=30,

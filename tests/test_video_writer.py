@@ -201,7 +201,7 @@ def test_odd_sides_that_a_codec_can_not_hold(tmp_path: Path) -> None:
     run_identity(source, tmp_path / "odd.mp4", size=(65, 37))
     stream = video_stream(tmp_path / "odd.mp4")
     assert (stream["width"], stream["height"], stream["pix_fmt"]) == (65, 37, "yuv444p")
-    with pytest.raises(InputError, match="odd side, which av1 can't hold"):
+    with pytest.raises(InputError, match="odd side, which av1 can't hold; choose h264, hevc or vp9"):
         run_identity(source, tmp_path / "odd.webm", size=(65, 37), codec="av1")
 
 
@@ -253,8 +253,10 @@ def test_pictures_out_and_back(tmp_path: Path) -> None:
             == (tmp_path / "numbered" / number).read_bytes()
             == (tmp_path / "same_names" / name).read_bytes()
         )
-    with pytest.raises(InputError, match="pictures are there already"):
+    with pytest.raises(InputError, match="holds pictures already"):
         run_identity(source, tmp_path / "folder")
+    with pytest.raises(InputError, match="holds other files"):
+        run_identity(tmp_path / "folder", source.parent)
     run_identity(tmp_path / "folder", tmp_path / "film.mp4", scale=1)
     assert np.abs(pixels(tmp_path / "film.mp4").astype(int) - pixels(source)).mean() < 2
 

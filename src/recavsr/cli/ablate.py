@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from recavsr.cli import options
 from recavsr.errors import InputError
 
 app = typer.Typer(help="Train and compare the paper's ablations at a micro scale.")
@@ -61,7 +62,7 @@ def run(
     workers: Annotated[int, typer.Option(min=0, help="Processes that make data, a card.")] = 14,
     fill: Annotated[int, typer.Option(min=1, help="Records to wait for before training.")] = 512,
     cache: Annotated[Path | None, typer.Option(help="Folder of decoded clips, as for train.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+    device: options.OneDevice = "auto",
     only: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Train and measure variants one after another; what is in OUT/results.jsonl is not run again."""
@@ -91,5 +92,7 @@ def run(
         "--steps": steps, "--clips": clips, "--budget": budget, "--lpips": lpips, "--held-out": held_out,
         "--workers": workers, "--fill": fill, "--cache": cache, "--device": device,
     }  # fmt: skip
-    options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-    return run_on_cards(jobs, cards, ["ablate", "run", *names, *options], bench)
+    given_options = [
+        text for name, value in given.items() if value is not None for text in (name, str(value))
+    ]
+    return run_on_cards(jobs, cards, ["ablate", "run", *names, *given_options], bench)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from recavsr.cli import upscale
+from recavsr.cli import options, upscale
 from recavsr.cli.console import Console, FrameProgress
 from recavsr.cli.models import resolve
 
@@ -31,6 +31,7 @@ def command(
     **settings: Any,
 ) -> int:
     """Upscale many files on many processes or machines; long ones are shared out shot by shot."""
+    options.check_names(*inputs, output)
     console = Console(settings.pop("json_lines"))
     quality = settings["quality"]
     settings["model"] = resolve(settings["model"])

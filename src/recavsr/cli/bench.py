@@ -14,14 +14,14 @@ from recavsr.cli.models import resolve
 def command(
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="nano, recavsr_5b (random weights), a registered name, a folder."),
+        typer.Option("--model", "-m", help="nano, recavsr-5b (random weights), a registered name, a folder."),
     ] = "nano",
     size: Annotated[
         str, typer.Option(help="Output sizes by commas: 720p, 1080p, 1440p, 4k, WIDTHxHEIGHT.")
     ] = "720p",
     precision: Annotated[str, typer.Option(help="By commas: auto, fp32, bf16, fp8.")] = "auto",
     frames: Annotated[int, typer.Option(min=1, help="Length of the clip.")] = 201,
-    device: options.Device = "auto",
+    device: options.OneDevice = "auto",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Default: benchmarks/results/speed_MODEL_DEVICE.json."),

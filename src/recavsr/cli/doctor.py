@@ -1,4 +1,4 @@
-"""`recavsr doctor`: what this machine can do, and whether a model folder is complete and fits."""
+"""`recavsr doctor`: what this machine can do, and whether a model is complete."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _GIGABYTE = 1e9
 
 def command(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Also say whether this model is complete and fits.")
+        str | None,
+        typer.Option("--model", "-m", help="Say also whether this model is complete."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine can do, and with --model whether a model folder is complete and fits."""
+    """Say what this machine can do, and with --model whether a model is complete."""
     facts = list(machine())
     if model is not None:
         facts += list(model_facts(resolve(model)))
@@ -50,7 +51,8 @@ def machine() -> Iterator[tuple[str, str]]:
     yield "recavsr", recavsr.__version__
     yield "Python", f"{platform.python_version()} at {sys.executable}"
     yield "system", platform.platform()
-    yield "PyTorch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    yield "PyTorch", f"{torch.__version__}, {threads} thread{'s' if threads > 1 else ''}"
     kind = torch.backends.cpu.get_cpu_capability()
     yield "CPU", f"{os.cpu_count()} cores, {kind}, computes in {'bf16' if cpu_bf16 else 'fp32'}"
     for index in range(torch.cuda.device_count()):
@@ -80,7 +82,7 @@ def model_facts(model: str) -> Iterator[tuple[str, str]]:
     folder = ModelFolder.open(model_folder(model))
     folder.check()
     schedule, generator = folder.generator.schedule, folder.generator
-    yield "model", f"{model} is complete and fits its configs"
+    yield "model", f"{model} is complete and agrees with its configs"
     yield "folder", str(folder.path)
     total = 0
     for part, file in (("generator", "transformer.safetensors"), ("decoder", "flashdecoder.safetensors")):

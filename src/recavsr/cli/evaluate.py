@@ -24,7 +24,7 @@ def command(
     clips: Annotated[str | None, typer.Option(help="Only these clips, by commas.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few frames, small crops, no NIQE.")] = False,
     no_lpips: Annotated[bool, typer.Option("--no-lpips", help="Leave LPIPS (and its weights) out.")] = False,
-    device: options.Device = "auto",
+    device: options.OneDevice = "auto",
     precision: options.Precision = "auto",
 ) -> int:
     """Measure models on the held-out clips, degraded mildly and heavily; print the table."""

@@ -70,7 +70,9 @@ def command(
     ] = "none",
     cuts: Annotated[str, typer.Option(help="Start afresh at scene cuts: auto or off.")] = "auto",
     codec: Annotated[str | None, typer.Option(help="h264, hevc, and what the file can hold.")] = None,
-    quality: Annotated[str | None, typer.Option(help="The codec's quality number, or lossless.")] = None,
+    quality: Annotated[
+        str | None, typer.Option(help="0 (best) to 51, the same for every codec; or lossless.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. ultrafast.")] = None,
     bitrate: Annotated[str | None, typer.Option(help="At most so many bits a second, e.g. 6M.")] = None,
     device: options.Device = "auto",
@@ -78,12 +80,13 @@ def command(
     memory: Annotated[
         str | None, typer.Option(help="Use at most so much of the device's memory, e.g. 8GB.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 42,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 42,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     report_every: Annotated[float, typer.Option(help="Say the latency every so many seconds.")] = 5.0,
     json_lines: options.JsonLines = False,
 ) -> int:
     """Upscale a live source until it ends or Ctrl-C: low latency, sound in step, drop-outs survived."""
+    options.check_names(source, output)
     rate = None if bitrate is None else _bits(bitrate)
     settings: dict[str, Any] = {
         "input_options": _pairs(input_option, "--input-option"),
@@ -93,10 +96,13 @@ def command(
     from recavsr.stream.live import live
 
     console = Console(json_lines)
-    if not json_lines:
-        console.say("Ctrl-C ends it")
+    told = json_lines
 
     def show(event: LiveEvent) -> None:
+        nonlocal told
+        if not told:  # not before a refusal, which comes without an event
+            told = True
+            console.say("Ctrl-C ends it")
         facts = event.facts or {"text": event.text}
         console.event(event.text, event=event.kind, **facts)
 

@@ -45,7 +45,7 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, noise and data.")] = 0,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights, file or folder.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers first.")] = False,
-    device: options.Device = "auto",
+    device: options.OneDevice = "auto",
     json_lines: options.JsonLines = False,
 ) -> None:
     """Train a model by a named recipe. Several GPUs: torchrun --nproc-per-node N -m recavsr train ..."""

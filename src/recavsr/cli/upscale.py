@@ -64,7 +64,9 @@ def command(
     memory: Annotated[
         str | None, typer.Option(help="Use at most so much of the device's memory, e.g. 8GB.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same output.")] = 42,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the noise; the same seed gives the same output.")
+    ] = 42,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an interrupted run of this output ended.")
@@ -82,6 +84,7 @@ def command(
             f"one input at a time, the output follows -o: `recavsr upscale {source} -o {other}`; "
             "many videos are a folder or a quoted pattern (see recavsr upscale --help)"
         )
+    options.check_names(source, output)
     console = Console(json_lines)
     settings: dict[str, Any] = {
         "model": resolve(model),
@@ -134,7 +137,9 @@ def _say_plan(console: Console, report: UpscaleReport) -> None:
     guess = report.estimate
     assert guess is not None
     if console.json_lines:
-        console.event("", event="plan", model=report.model, **report.plan.json(), estimate=asdict(guess))
+        seconds = None if guess.seconds is None else round(guess.seconds, 1)
+        estimate = asdict(guess) | {"seconds": seconds}
+        console.event("", event="plan", model=report.model, **report.plan.json(), estimate=estimate)
         return
     card = guess.device_memory_bytes
     memory = "" if card is None else f"{plain_bytes(card)} on the card, "

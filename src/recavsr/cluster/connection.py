@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from recavsr.errors import InputError
 THREADS = 4
 """Of a worker on a CPU, where no number is given: a model scales well up to about so many."""
 
+_ANSWER_SECONDS = 10.0
 _STARTS = 3  # Ray gives its own processes half a minute, which a busy machine exceeds
 _OBJECT_STORE_BYTES = 100_000_000  # little more than names travels through Ray
 
@@ -57,7 +59,9 @@ def connected(address: str | None, workers: int | None, threads: int | None) -> 
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
         where: dict[str, Any] = {"address": address}
-        if address is None:
+        if address is not None:
+            check_answers(address)
+        else:
             where = {
                 "address": "local",
                 "num_cpus": max(_cores(), (workers or 1) * (threads or 1)),
@@ -84,6 +88,17 @@ class _OutputOfThisThread(io.TextIOBase):
     def flush(self) -> None:
         """Write what is buffered."""
         self._output.flush()
+
+
+def check_answers(address: str) -> None:
+    """Raise InputError where nothing listens at HOST:PORT; Ray would try for minutes, and print meanwhile."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdecimal():
+        return  # "auto" and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"Ray: no cluster answers at {address} ({error})") from None
 
 
 def _init(ray: ModuleType, where: dict[str, Any], attempts: int) -> None:

@@ -97,9 +97,9 @@ class Dispatcher:
             if not self._running:
                 raise PartialError("no worker can be started any more; --resume continues what is left")
             ready, _ = self._ray.wait(list(self._running), timeout=_POLL_SECONDS)
-            self._on_frames(self._frames_done + self._frames_underway())
             for reference in ready:
                 yield from self._take(reference)
+            self._on_frames(self._frames_done + self._frames_underway())
 
     def end(self) -> None:
         """Let what runs end at its next block, then end the workers."""

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from recavsr.data.degradation import FIXED_DEGRADATIONS as DEGRADATIONS
 from recavsr.data.degradation import FixedDegradation as Degradation
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.evaluation import metrics
 from recavsr.evaluation.environment import environment
 from recavsr.evaluation.lpips import LPIPS, weights_folder
@@ -382,11 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--cache", type=Path, default=weights_folder() / "evaluation")
     options = parser.parse_args(argv)
-    try:
-        result = _run(options)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    result = _run(options)
     result["command"] = _command(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -441,4 +437,4 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -1,9 +1,9 @@
 """Speed and memory by the paper's protocol, the counted floor, and a baseline in the same run.
 
-    python -m recavsr.evaluation.speed --model recavsr_5b --size 1080p,4k --precision bf16,fp8
+    python -m recavsr.evaluation.speed --model recavsr-5b --size 1080p,4k --precision bf16,fp8
 
 The protocol: 201 frames in blocks of 21, 8, 8, ...; warm-up first; CUDA events around the model (a clock on a
-CPU), reading, enlarging and writing excluded; peak allocated memory in decimal GB; medians. `recavsr_5b` is
+CPU), reading, enlarging and writing excluded; peak allocated memory in decimal GB; medians. `recavsr-5b` is
 the 5B model with random weights, made on the device in their final form: speed does not depend on them.
 
 Beside the whole model: the generator alone; every part alone, at the shapes of a steady block; the floor that
@@ -47,12 +47,13 @@ from recavsr.geometry import BlockPlan, Grid, padded_size
 from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.presets import recavsr_5b, recavsr_5b_decoder
+from recavsr.models.weights import ModelFolder
 from recavsr.stream.blocks import prepare_lr_frames, to_picture
-from recavsr.stream.load import load, random_model, resolve_device, resolve_precision
+from recavsr.stream.load import load, model_folder, random_model, resolve_device, resolve_precision
 from recavsr.stream.step import ReCaVSR, StreamState
 
 SIZES = {"720p": (1280, 720), "1080p": (1920, 1080), "1440p": (2560, 1440), "4k": (3840, 2160)}
-RANDOM_5B = "recavsr_5b"
+RANDOM_5B = "recavsr-5b"
 PROMPT_TOKENS = 512
 SCALE = 4
 WARM_UP_BLOCKS = 3
@@ -529,6 +530,8 @@ def open_model(options: Options, device: torch.device, precision: str) -> ReCaVS
 def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure; `say` gets a line of JSON for each row as soon as it is there."""
     device = resolve_device(options.device)
+    if options.model not in (RANDOM_5B, "identity"):
+        ModelFolder.open(model_folder(options.model)).check()  # before minutes of measuring
     precisions = [_named(precision, device) for precision in options.precisions]
     ceilings = measure_ceilings(device, precisions, options.ceiling_size)
     say(json.dumps(ceilings.rounded()))
@@ -657,7 +660,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     options = Options(
-        model=given.model,
+        model=RANDOM_5B if given.model == "recavsr_5b" else given.model,  # as it was called
         sizes=tuple(map(parse_size, given.size.split(","))),
         precisions=tuple(given.precision.split(",")),
         frames=given.frames,

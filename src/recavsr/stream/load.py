@@ -127,7 +127,7 @@ def model_folder(name: str) -> Path:
         return path
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _from_hub(name)
-    raise InputError(f"model {name!r} is unknown: not a packaged name, a folder, or a hub id like org/name")
+    raise InputError(f"model {name!r} is unknown: not in `recavsr models`, no folder, no hub id (OWNER/NAME)")
 
 
 def _from_hub(repository: str) -> Path:

@@ -35,6 +35,7 @@ class Encoder:
     option: str = "crf"  # takes the quality number
     profiles: tuple[tuple[int, str], ...] = ()  # instead of numbers: (worst quality that it serves, its name)
     preset: tuple[str, str] | None = None  # name of the option, default value
+    presets: tuple[str, ...] = ()  # all there are, where the library prints a complaint about others
     fixed: dict[str, str] = field(default_factory=dict)
     lossless: dict[str, str] | None = None
     chroma: tuple[str, ...] = ("420", "422", "444")
@@ -101,17 +102,26 @@ def _level(quality: int | str | None) -> int:
 
 _NV12 = {("420", 8): "nv12", ("420", 10): "p010le"}
 _NVENC_FORMATS = {("420", 10): "p010le", ("444", 10): "yuv444p16le"}
+_SPEEDS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 _LIKE_X264, _LIKE_X265 = (0, 12, 17, 22, 27, 32, 51), (0, 12, 18, 24, 30, 36, 51)
 
 SOFTWARE = {
     encoder.codec: encoder
     for encoder in (
-        Encoder("h264", "libx264", _LIKE_X264, preset=("preset", "veryfast"), lossless={"qp": "0"}),
+        Encoder(
+            "h264",
+            "libx264",
+            _LIKE_X264,
+            preset=("preset", "veryfast"),
+            presets=(*_SPEEDS, "placebo"),
+            lossless={"qp": "0"},
+        ),
         Encoder(
             "hevc",
             "libx265",
             _LIKE_X265,
             preset=("preset", "fast"),
+            presets=(*_SPEEDS, "placebo"),
             fixed={"x265-params": "log-level=error"},
             lossless={"x265-params": "log-level=error:lossless=1"},
             bits=(8, 10, 12),

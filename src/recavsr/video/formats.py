@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -78,12 +79,12 @@ class Encoding:
     warnings: tuple[str, ...]
 
 
-def container_of(suffix: str) -> Container:
-    """Return the container for a file ending; InputError names those that exist."""
+def container_of(suffix: str, *, also: Iterable[str] = ()) -> Container:
+    """Return the container for a file ending; InputError names those that exist, and those the caller has."""
     try:
         return CONTAINERS[suffix.lower()]
     except KeyError:
-        known = " ".join(CONTAINERS)
+        known = " ".join([*CONTAINERS, *also])
         raise InputError(f"can't write {suffix or 'a file without an ending'}; use one of {known}") from None
 
 
@@ -127,6 +128,8 @@ def choose_encoding(
     encoder = SOFTWARE[name]
     if encoder.library not in av.codecs_available:
         raise InputError(f"this installation of PyAV has no {encoder.library} encoder; choose another codec")
+    if preset is not None and encoder.presets and preset not in encoder.presets:
+        raise InputError(f"{encoder.library} has no preset {preset!r}; it has {', '.join(encoder.presets)}")
     encoding = _encoding(info, size, encoder, quality, preset)
     if (
         min(size) < _SMALL
@@ -177,7 +180,7 @@ def _encoding(
     )
     if (width % 2 and chroma in ("420", "422")) or (height % 2 and chroma == "420"):
         raise InputError(
-            f"{width}x{height} has an odd side, which {encoder.codec} can't hold; choose h264 or hevc"
+            f"{width}x{height} has an odd side, which {encoder.codec} can't hold; choose h264, hevc or vp9"
         )
     pixel_format = encoder.pixel_format(chroma, bits)
     options = encoder.settings(quality, preset)

@@ -262,7 +262,11 @@ class SequenceWriter(_PendingPictures):
         if not number and target.exists() and not target.is_dir():
             raise InputError(f"{target}: exists and is not a folder")
         if not overwrite and goal.is_dir() and self._taken(goal):
-            raise InputError(f"{target}: pictures are there already; choose another folder or overwrite them")
+            if number is None and not any(p.suffix.lower() in WRITABLE_SUFFIXES for p in goal.iterdir()):
+                raise InputError(
+                    f"{target}: holds other files; name a file in it, or a new folder for pictures"
+                )
+            raise InputError(f"{target}: holds pictures already; choose another folder, or --overwrite them")
         self._suffix = Path(target.name).suffix.lower() if number else ".png"
         self._count = 0
         self._unsynced: list[Path] = []

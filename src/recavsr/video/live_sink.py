@@ -87,7 +87,7 @@ class Destination:
         if not path.parent.is_dir():
             raise InputError(f"{path}: the folder {path.parent} does not exist")
         if path.exists() and not self.overwrite:
-            raise InputError(f"{path}: exists already; choose another name or overwrite it")
+            raise InputError(f"{path}: exists already; choose another name, or --overwrite it")
 
 
 def resolve_destination(
@@ -113,7 +113,8 @@ def resolve_destination(
             url += f"{'&' if '?' in name else '?'}pkt_size=1316"
         return Destination(url, shown_name(name), _SCHEMES[protocol], True, given)
     suffix = Path(name).suffix.lower()
-    container = {".m3u8": _HLS, ".ts": _MPEGTS, ".flv": _FLV}.get(suffix) or container_of(suffix)
+    own = {".ts": _MPEGTS, ".flv": _FLV, ".m3u8": _HLS}
+    container = own.get(suffix) or container_of(suffix, also=own)
     if container.muxer in ("mp4", "mov"):
         container = replace(container, options=_SAFE_MP4)
     return Destination(name, name, container, options=given, overwrite=overwrite)

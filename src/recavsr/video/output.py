@@ -58,7 +58,7 @@ class PendingOutput:
         except OSError as error:  # a name that no file can have
             raise write_error(final, error) from None
         if final.exists() and not overwrite:
-            raise InputError(f"{final}: exists already; choose another name or overwrite it")
+            raise InputError(f"{final}: exists already; choose another name, or --overwrite it")
         if final.is_dir():
             raise InputError(f"{final}: is a folder")
         if final.exists() and not final.is_file():
@@ -97,7 +97,8 @@ class PendingFiles:
         self.folder = folder
         parent = folder.parent if create else folder
         if not parent.is_dir():
-            raise InputError(f"{folder}: the folder {parent} does not exist")
+            where = f"{folder}: the folder {parent}" if create else f"the folder {folder}"
+            raise InputError(f"{where} does not exist")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(f"{folder}: no permission to write into {parent}")
         self._kept = place is not None
