@@ -34,7 +34,7 @@ from recavsr.stream.live import LiveEvent, LiveReport, live
 from recavsr.stream.live_flow import Backoff, Inbox, Ladder, LatencyHistogram, Timeline
 from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.frames import Stamp
-from recavsr.video.live_sink import LiveWriter, choose_picture, resolve_destination
+from recavsr.video.live_sink import LiveWriter, SinkLost, choose_picture, resolve_destination
 from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live
 from recavsr.video.relay import Relay
 from recavsr.video.source import shown_name
@@ -336,6 +336,24 @@ def test_what_can_not_be_is_one_line(
     assert said in lines[-1]
     assert not any("Traceback" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pause_is_no_sign_of_a_connection(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is made by a thread of libav; that it was refused comes back with a later frame."""
+    written: list[LiveFrame] = []
+
+    def write(writer: LiveWriter, frame: LiveFrame) -> list[float]:
+        if len(written) == 3:
+            raise SinkLost("connection refused")
+        time.sleep(0.6)  # as if the machine were busy with other work
+        written.append(frame)
+        return []
+
+    monkeypatch.setattr(LiveWriter, "write", write)
+    events: list[LiveEvent] = []
+    with pytest.raises(InputError, match="can't be opened"):
+        run_identity(clip, "tcp://127.0.0.1:9", reconnect=0.0, on_event=events.append)
+    assert not any(event.facts.get("side") == "output" for event in events)
 
 
 def test_srt_needs_an_ffmpeg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,5 @@ def run(
         "--steps": steps, "--clips": clips, "--budget": budget, "--lpips": lpips, "--held-out": held_out,
         "--workers": workers, "--fill": fill, "--cache": cache, "--device": device,
     }  # fmt: skip
-    given_options = [
-        text for name, value in given.items() if value is not None for text in (name, str(value))
-    ]
-    return run_on_cards(jobs, cards, ["ablate", "run", *names, *given_options], bench)
+    written = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    return run_on_cards(jobs, cards, ["ablate", "run", *names, *written], bench)

@@ -66,6 +66,7 @@ FIRST_BLOCK_LATENTS = 2
 _SENT_BEHIND = 32  # items between the model and the output
 _SOUND_EARLY = Fraction(1, 10)  # seconds that sound may begin before the first picture of its connection
 _CLOSE_SECONDS = 15.0
+_PAUSE_SECONDS = 0.25  # a longer time between two frames counts as so much of a standing connection
 _POLL_SECONDS = 0.1
 _SILENCE_SECONDS = 1.0
 
@@ -357,7 +358,8 @@ class _Sending:
         self._sound, self._reconnect, self._say = sound, reconnect, say
         self._tracks: tuple[SoundTrack, ...] = ()
         self._writer: LiveWriter | None = None
-        self._opened_at = self._retry_at = -math.inf
+        self._opened_at = self._wrote_at = self._retry_at = -math.inf
+        self._stood = 0.0  # seconds that the connection has taken frames
         self._ever_confirmed = self._confirmed = False
         self._lost_at: float | None = None
         self._refused: str | None = None
@@ -407,7 +409,8 @@ class _Sending:
 
     def _open(self) -> LiveWriter:
         assert self.picture is not None
-        self._opened_at = time.monotonic()
+        self._opened_at = self._wrote_at = time.monotonic()
+        self._stood = 0.0
         return LiveWriter(self.destination, self.picture, self._tracks, self._sound)
 
     def _write(self, frame: LiveFrame) -> None:
@@ -423,7 +426,10 @@ class _Sending:
             for arrived in arrivals:
                 self.latency.add(time.monotonic() - arrived)
                 self._recent.add(time.monotonic() - arrived)
-        if not self._confirmed and now - self._opened_at >= self.destination.confirmed_after:
+        # What went wrong comes back with a later frame: a pause, our own too, says nothing.
+        self._stood += min(now - self._wrote_at, _PAUSE_SECONDS)
+        self._wrote_at = now
+        if not self._confirmed and self._stood >= self.destination.confirmed_after:
             self._confirm(now)
 
     def _confirm(self, now: float) -> None:
