@@ -28,14 +28,16 @@ from recavsr.models.wan_vae import WanVAE
 from recavsr.models.weights import ModelFolder
 from recavsr.training import paper, recipes
 from recavsr.training.distributed import World
+from recavsr.training.loop import _sample
 from recavsr.training.losses import FrameLosses
 from recavsr.training.objective import Batch, BatchSettings
-from recavsr.training.paper import TINY_VAE, PaperStage1, PaperStage2, Start
+from recavsr.training.paper import TINY_VAE, PaperDecoder, PaperStage1, PaperStage2, Start
 from recavsr.training.recompute import recompute_vae_blocks
 from recavsr.training.router import CacheRouter
 from recavsr.training.runner import RunOptions, Setup, run_recipe
 from recavsr.training.stage1 import FixedScope, RouteLearning
 from recavsr.training.stage2 import trained_parameters
+from recavsr.training.step import TrainingStep
 from recavsr.training.vae_losses import frame_losses_by_latent
 from recavsr.video.clips import read_clip, write_clip
 from tiny import one_thread
@@ -234,6 +236,21 @@ def test_bfloat16_with_float32_masters(done: Path, phase: type, monkeypatch: pyt
     assert torch.isfinite(losses["loss"])
     gradients = [p.grad for p in objective.players[0].parameters]
     assert all(g is not None and g.dtype == torch.float32 and torch.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("name", ["stage2", "decoder"])
+@pytest.mark.parametrize("frames", [13, 1])
+def test_pictures_of_clips_and_of_images_in_bfloat16(
+    done: Path, name: str, frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "compute_dtype", lambda device: torch.bfloat16)
+    objective = DEBUG.stages[NAMES.index(name)].build(Setup(CPU, done / "routing.safetensors"))
+    assert isinstance(objective, (PaperStage2, PaperDecoder))
+    hq = torch.rand(1, 3, frames, 64, 96) * 2 - 1
+    step = TrainingStep(objective, CPU, precision="bf16")
+    made = _sample(objective.sample, step, Batch(hq, hq))
+    assert made.shape == hq.shape
+    assert torch.isfinite(made).all()
 
 
 # ---------------------------------------------------------------- frames, one latent at a time
