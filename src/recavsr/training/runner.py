@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ from recavsr.training.loop import RunSettings, train
 from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import schedule_text
 from recavsr.training.objective import Batch, Objective
-
-Clips = TypeVar("Clips", ClipSource, ClipStream)
 
 DataSource = Literal["pool", "exact", "stream"]
 """Where batches come from: a pool for throughput; exactly repeatable batches of a set that was decoded whole;
@@ -326,7 +324,7 @@ def _open_data(
     if cache is None and recipe.sample_of_data:
         cache = options.out / "data" / "decoded"
     if recipe.data == "stream":
-        stream = _in_turn(world, lambda: ClipStream.open(pack, cache=cache))
+        stream = ClipStream.open(pack, cache=cache, say=tell)
         with ExitStack() as stack:
 
             def source(stage: int) -> BatchSource:
@@ -348,7 +346,7 @@ def _open_data(
 
             yield source
         return
-    clips = _in_turn(world, lambda: ClipSource.open(pack, cache=cache, processes=options.workers, say=say))
+    clips = ClipSource.open(pack, cache=cache, processes=options.workers, say=say)
     if recipe.data == "exact":
         yield lambda stage: PairSource(
             clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
@@ -369,17 +367,6 @@ def _open_data(
         tell(f"pool: {pool.count} records")
         yield lambda stage: PoolSource(pool, world, seed=options.seed, made_before=made)
         tell(f"pool: {pool.made} records made")
-
-
-def _in_turn(world: World, opens: Callable[[], Clips]) -> Clips:
-    """Open data on rank 0, which leaves it in the cache, then on the others."""
-    if world.leads:
-        clips = opens()
-    world.barrier()
-    if not world.leads:
-        clips = opens()
-    world.barrier()
-    return clips
 
 
 def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Path:
