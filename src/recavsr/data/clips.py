@@ -649,13 +649,12 @@ class ClipSource(StoredClips):
         """
         folder = Path(folder).resolve()
         index = PackIndex.load(folder)
-        files = [video.file for video in index.videos] + [photo.file for photo in index.photos]
-        missing = [file for file in files if not (folder / file).exists()]
+        missing = [file for file in index.files if not (folder / file).exists()]
         if missing:
             raise InputError(
                 f"{folder}: {len(missing)} files missing, such as {missing[0]}; copy all parts of the pack"
             )
-        stats = ((folder / file).stat() for file in files)
+        stats = ((folder / file).stat() for file in index.files)
         stamps = [(stat.st_size, stat.st_mtime_ns) for stat in stats]  # a file may be replaced by one like it
         identity = (folder / "index.json").read_bytes() + f"{folder} {_CACHE_FORMAT} {stamps}".encode()
         digest = hashlib.sha256(identity).hexdigest()[:16]

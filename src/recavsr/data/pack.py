@@ -62,13 +62,22 @@ class PackIndex:
     videos: tuple[PackedVideo, ...]
     photos: tuple[PackedPhoto, ...]
 
-    def save(self, folder: Path) -> None:
-        """Write `index.json`, an item a line."""
+    def to_json(self) -> str:
+        """Return the text of an `index.json`, an item a line."""
         lists = (
             f'"{name}": [\n' + ",\n".join(json.dumps(asdict(item)) for item in items) + "\n]"
             for name, items in (("videos", self.videos), ("photos", self.photos))
         )
-        (folder / "index.json").write_text("{" + ",\n".join(lists) + "}\n")
+        return "{" + ",\n".join(lists) + "}\n"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files: of a pack relative to its folder, of listed folders absolute."""
+        return (*(video.file for video in self.videos), *(photo.file for photo in self.photos))
+
+    def save(self, folder: Path) -> None:
+        """Write `index.json`."""
+        (folder / "index.json").write_text(self.to_json())
 
     @staticmethod
     def load(folder: Path) -> PackIndex:
