@@ -135,6 +135,20 @@ def test_parts_stay_below_their_size_and_hold_everything(data: Path, tmp_path: P
         build_pack(data, tmp_path / "pack", part_bytes=10**8)
 
 
+def test_manifests_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(data, tmp_path / "data")
+    (copy / "photos" / "more").mkdir()
+    name = next((copy / "photos").glob("*.jpg")).name
+    shutil.copy(copy / "photos" / name, copy / "photos" / "more" / name)
+    with (copy / "manifest.tsv").open("a") as file:
+        file.write(f"photos/more/{name}\tCC0\n")  # a row that ends early is no matter
+    with pytest.raises(InputError, match=f"another file of the set is called {name}"):
+        build_pack(copy, tmp_path / "pack", part_bytes=10**8)
+    (copy / "manifest.tsv").write_text("name\tlicence\nphotos/a.jpg\tCC0\n")
+    with pytest.raises(InputError, match="its first line names no column note"):
+        build_pack(copy, tmp_path / "other", part_bytes=10**8)
+
+
 HANGS = """
 import sys, time
 from pathlib import Path

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,15 @@ def test_batches_are_a_function_of_seed_and_number(clips: ClipSource) -> None:
     different = PairSource(clips, PAIRS, WORLD, seed=2)
     assert not torch.equal(different.batch(replace(SETTINGS, images=0)).hq[0], batches[0].hq[0, :, :5])
     assert one.describe(3) == "batch seed (1, 3)"
+
+
+def test_a_closed_source_leaves_no_threads(clips: ClipSource) -> None:
+    before = set(threading.enumerate())
+    source = PairSource(clips, PAIRS, WORLD, workers=2)
+    source.batch(SETTINGS)
+    assert set(threading.enumerate()) - before
+    source.close()
+    assert not set(threading.enumerate()) - before
 
 
 def test_ranks_share_a_batch(clips: ClipSource) -> None:

@@ -177,8 +177,11 @@ def _manifest(data: Path) -> dict[str, dict[str, str]]:
     path = data / "manifest.tsv"
     if not path.is_file():
         raise InputError(f"{path}: not found; --data must name the folder with manifest.tsv")
-    with path.open(newline="") as file:
-        return {row["path"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
+    with path.open(newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE, restval="")
+        if missing := {"path", "licence", "note"} - set(table.fieldnames or ()):
+            raise InputError(f"{path}: its first line names no column {min(missing)} (columns end at tabs)")
+        return {row["path"]: row for row in table}
 
 
 def _note(row: dict[str, str], key: str) -> str | None:
@@ -208,6 +211,8 @@ class _Parts:
             self.used.append(0)
         self.used[part] += size
         target = self.folder / f"part{part}" / source.name
+        if target.exists():
+            raise InputError(f"{source}: another file of the set is called {source.name} too; rename one")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         return f"part{part}/{source.name}"

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -363,34 +364,24 @@ def _open_data(
     cache = options.cache
     if cache is None and recipe.sample_of_data:
         cache = options.out / "data" / "decoded"
+    make: Callable[..., StreamSource | PairSource] | None = None
     if recipe.data == "stream":
         stream = ClipStream.open(pack, cache=cache, say=tell)
+        make = partial(StreamSource, stream, degrade_on_device=options.degrade_on_device, say=say)
+    else:
+        clips = ClipSource.open(pack, cache=cache, processes=options.workers, say=say)
+        if recipe.data == "exact":
+            make = partial(PairSource, clips)
+    if make is not None:
         with ExitStack() as stack:
 
             def source(stage: int) -> BatchSource:
                 stack.pop_all().close()  # the workers of the stage before
                 seed = options.seed + 1000 * stage
-                return stack.enter_context(
-                    closing(
-                        StreamSource(
-                            stream,
-                            recipe.pairs,
-                            world,
-                            seed=seed,
-                            workers=options.workers,
-                            degrade_on_device=options.degrade_on_device,
-                            say=say,
-                        )
-                    )
-                )
+                made = make(recipe.pairs, world, seed=seed, workers=options.workers)
+                return stack.enter_context(closing(made))
 
             yield source
-        return
-    clips = ClipSource.open(pack, cache=cache, processes=options.workers, say=say)
-    if recipe.data == "exact":
-        yield lambda stage: PairSource(
-            clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
-        )
         return
     # Each rank has workers of its own, and none makes a clip again that the run had before.
     seed, made = options.seed + 1_000_003 * world.rank, _records_made(recipe, options)
