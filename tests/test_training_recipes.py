@@ -336,6 +336,8 @@ def test_a_streamed_run_goes_on_where_it_was(data: Path, tmp_path: Path, monkeyp
         assert train("cut", 4, "--stream") == 2
     assert train("cut", 4, "--resume") == 2
     assert "its data is stream, this run's is exact" in capsys.readouterr().err
+    assert train("cut", 4, "--stream", "--resume", "--seed", "1") == 2
+    assert "its seed is 0, this run's is 1" in capsys.readouterr().err
     assert train("cut", 4, "--stream", "--resume") == 0
     whole, cut = (load_file(tmp_path / out / "adaptation.safetensors") for out in ("whole", "cut"))
     assert all(torch.equal(value, cut[name]) for name, value in whole.items())

@@ -107,10 +107,11 @@ class Checkpoints:
         """
         run = read_run(path)
         for name, value in self._facts.items():
-            if (saved := run["facts"].get(name)) != value:
+            saved = run["facts"].get(name, value)  # checkpoints of earlier versions may not say
+            if saved != value:
                 raise InputError(
-                    f"{path}: its {name} is {saved}, this run's is {value}; resume with the same recipe, "
-                    "or train into another folder"
+                    f"{path}: its {name} is {saved}, this run's is {value}; resume with the same recipe and "
+                    "options, or train into another folder"
                 )
         try:
             with _quiet():

@@ -276,7 +276,7 @@ def _run_stage(
         world,
         resume=options.resume,
         sample=getattr(objective, "sample", None),
-        facts={**facts_of(objective), "data": _data_of(recipe, options)},
+        facts={**facts_of(objective), "data": _data_of(recipe, options), "seed": str(options.seed)},
         say=say,
     )
     objective.advance(0.0)
