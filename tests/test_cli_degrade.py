@@ -169,6 +169,15 @@ def test_refusals_are_one_line(
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("record", ["in/clip.mp4", "out.mp4"])
+def test_a_record_takes_the_place_of_nothing(folder: Path, record: str, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(folder.parent)
+    before = (folder / "clip.mp4").read_bytes()
+    assert run(["degrade", "in/clip.mp4", "out.mp4", "--record", record, "--overwrite"]) == 2
+    assert f"{record}: is a source or an output" in capsys.readouterr().err
+    assert (folder / "clip.mp4").read_bytes() == before
+
+
 def test_records_of_files_are_json_and_checked() -> None:
     record = DegradeSettings("heavy", 3, seed=5, sharpen=0.5).draw("a.mp4", 7, (100, 120))
     assert record.size == (96, 120)

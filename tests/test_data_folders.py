@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -269,6 +270,33 @@ def test_refusals_are_one_line(
     assert run(["data", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
+
+
+def test_an_index_is_made_again_in_its_place_but_not_over_a_pack(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(encode_picture(texture(64, 64, 1, 0), ".png"))
+    words = ["data", "index", str(tmp_path / "set"), "--photos", str(tmp_path / "photos"), "--side", "64"]
+    assert run(words) == 0
+    (tmp_path / "photos" / "b.png").write_bytes(encode_picture(texture(64, 64, 2, 0), ".png"))
+    assert run(words) == 0
+    index = PackIndex.load(tmp_path / "set")
+    assert [photo.name for photo in index.photos] == ["a", "b"]
+    pack = replace(index, photos=tuple(replace(photo, file="part0/a.png") for photo in index.photos))
+    pack.save(tmp_path / "set")
+    assert run(words) == 2
+    assert "is a pack with files of its own" in capsys.readouterr().err
+    assert PackIndex.load(tmp_path / "set") == pack
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(folders, "index_folders", lambda *_, **__: pytest.fail("it read"))
+    (tmp_path / "file").touch()
+    assert run(["data", "index", str(tmp_path / "file" / "set"), "--photos", str(tmp_path)]) == 2
+    assert "can't be written" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- pairs

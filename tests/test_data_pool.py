@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from queue import SimpleQueue
 
 import av
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -30,6 +34,7 @@ from recavsr.data.clips import (
 from recavsr.data.degradation import lr_size
 from recavsr.data.pack import PackIndex, build_pack, find_cuts, thumbnail
 from recavsr.data.pool import PairSettings, TrainingPool, WorkerError, make_pairs, upsample_lr
+from recavsr.data.stream import ClipStream
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import Planes, decode_planes
 
@@ -130,6 +135,20 @@ def test_parts_stay_below_their_size_and_hold_everything(data: Path, tmp_path: P
         build_pack(data, tmp_path / "pack", part_bytes=10**8)
 
 
+def test_manifests_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(data, tmp_path / "data")
+    (copy / "photos" / "more").mkdir()
+    name = next((copy / "photos").glob("*.jpg")).name
+    shutil.copy(copy / "photos" / name, copy / "photos" / "more" / name)
+    with (copy / "manifest.tsv").open("a") as file:
+        file.write(f"photos/more/{name}\tCC0\n")  # a row that ends early is no matter
+    with pytest.raises(InputError, match=f"another file of the set is called {name}"):
+        build_pack(copy, tmp_path / "pack", part_bytes=10**8)
+    (copy / "manifest.tsv").write_text("name\tlicence\nphotos/a.jpg\tCC0\n")
+    with pytest.raises(InputError, match="its first line names no column note"):
+        build_pack(copy, tmp_path / "other", part_bytes=10**8)
+
+
 HANGS = """
 import sys, time
 from pathlib import Path
@@ -142,23 +161,44 @@ clips.ClipSource.open(sys.argv[1], cache=Path(sys.argv[2]), processes=0)
 """
 
 
-def test_what_a_killed_process_decoded_is_removed(pack: Path, tmp_path: Path) -> None:
+def test_one_process_decodes_and_what_a_killed_one_left_is_removed(pack: Path, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HANGS, pack, tmp_path], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"decoding\n"
-    (unfinished,) = tmp_path.iterdir()
-    told: list[str] = []
-    source = ClipSource.open(pack, cache=tmp_path, processes=0, say=told.append)
-    assert len(told) == 1
-    assert str(source.cache) in told[0]
-    assert set(tmp_path.iterdir()) == {unfinished, source.cache}  # it is still at work
-    process.kill()
-    process.communicate()
-    (source.cache / "complete").unlink()
-    ClipSource.open(pack, cache=tmp_path, processes=0, say=told.append)
-    ClipSource.open(pack, cache=tmp_path, processes=0, say=told.append)
-    assert len(told) == 2
-    assert list(tmp_path.iterdir()) == [source.cache]
+    told: SimpleQueue[str] = SimpleQueue()
+    with ThreadPoolExecutor(2) as threads:
+        both = [
+            threads.submit(ClipSource.open, pack, cache=tmp_path, processes=0, say=told.put) for _ in "ab"
+        ]
+        assert all("waiting for another process" in told.get(timeout=60) for _ in both)
+        process.kill()
+        process.communicate()
+        sources = [opened.result() for opened in both]
+    place = sources[0].cache
+    assert told.get() == f"decoding {pack} into {place}: 0.0 GB, kept for the next run (remove it when done)"
+    assert told.empty()
+    assert sources[1].cache == place
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [place]
+
+
+def test_a_file_replaced_by_one_of_its_size_is_decoded_again(pack: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(pack, tmp_path / "pack")
+    before, again = (ClipSource.open(copy, cache=tmp_path / "cache", processes=0) for _ in range(2))
+    assert again.cache == before.cache
+    photo = copy / PackIndex.load(copy).photos[0].file
+    cv2.imwrite(str(photo), 255 - cv2.imread(str(photo)))
+    after = ClipSource.open(copy, cache=tmp_path / "cache", processes=0)
+    offset, rows, columns = after.photos[0].levels[0]
+    old, new = (source.pixels[offset : offset + 3 * rows * columns].astype(int) for source in (before, after))
+    assert np.abs(old + new - 255).mean() < 4
+
+
+def test_a_cache_that_cannot_be_written_is_said(pack: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"can't be written .*; choose another cache"):
+        ClipSource.open(pack, cache=tmp_path / "file" / "cache", processes=0)
+    with pytest.raises(InputError, match="can't be written"):
+        ClipStream.open(pack, cache=tmp_path / "file" / "cache")
 
 
 def test_an_incomplete_pack_is_refused(pack: Path, tmp_path: Path, cache: Path) -> None:

@@ -107,6 +107,9 @@ def test_missing_and_foreign_weights_are_refused(tmp_path):
     save_file(state, tmp_path / BACKBONES["alex"].file)
     with pytest.raises(InputError, match="does not hold"):
         LPIPS("alex", tmp_path)
+    (tmp_path / BACKBONES["alex"].file).write_text("half a download")
+    with pytest.raises(InputError, match="can't be read as weights"):
+        LPIPS("alex", tmp_path)
 
 
 def test_digest_sees_names_types_and_values():

@@ -13,6 +13,7 @@ import pytest
 from scipy import ndimage
 
 import recavsr
+from recavsr.cli.main import run
 from recavsr.errors import InputError
 from recavsr.evaluation import crops, protocol, report
 from recavsr.evaluation.peers import Upscaler, bicubic, open_peer
@@ -180,8 +181,10 @@ def test_a_model_runs_through_its_session(clip):
 
 
 def test_command_line(clip, tmp_path, monkeypatch, capsys):
-    with pytest.raises(InputError, match="held-out clips missing"):
-        protocol.main(["--model", "bicubic", "--data", str(tmp_path), "-o", str(tmp_path / "r.json")])
+    command = ["evaluate", "--model", "bicubic", "--data", str(tmp_path), "-o", str(tmp_path / "r.json")]
+    assert run(command) == 2
+    assert "recavsr: held-out clips missing" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
     folder = tmp_path / "test_video"
     folder.mkdir()
@@ -198,14 +201,24 @@ def test_command_line(clip, tmp_path, monkeypatch, capsys):
     assert result["protocol"]["frames"] == 29
     assert str(tmp_path) not in output.read_text()  # results are published: no folders of the machine
 
-    for wrong in (["--degradation", "wild"], ["--clips", "other"]):
-        with pytest.raises(InputError, match=r"wild|--clips"):
-            protocol.main([*words, *wrong])
+    for more in (["--degradation", "wild"], ["--clips", "other"]):
+        with pytest.raises(InputError, match=more[1] if more[1] == "wild" else "must name some of scene"):
+            protocol.main([*words, *more])
+    assert json.loads(output.read_text()) == result  # what was there stays
+
+    # Refused before anything is measured.
+    monkeypatch.setattr(protocol, "evaluate", lambda *_, **__: pytest.fail("it measured"))
+    for place, said in ((tmp_path, "is a folder"), (output / "r.json", "can't be written")):
+        with pytest.raises(InputError, match=said):
+            protocol.main([*words[:4], "-o", str(place), "--quick", "--no-lpips"])
 
     assert report.main([str(output), "--clips"]) == 0
     printed = capsys.readouterr().out
     assert "### heavy" in printed
     assert "#### scene, mild" in printed
+    (tmp_path / "r.json").write_text("[]")
+    with pytest.raises(InputError, match="no result file"):
+        report.main([str(tmp_path / "r.json")])
 
 
 def test_held_out_clips_are_all_there(shared):

@@ -396,6 +396,24 @@ def test_an_incomplete_checkpoint_is_not_one(tmp_path: Path) -> None:
         kept.load(path)
 
 
+@pytest.mark.parametrize("size", [1_000, 100_000])
+def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path: Path, size: int) -> None:
+    """Files of so many bytes at most: too few for the run's facts, and enough for these alone."""
+    resource = pytest.importorskip("resource", reason="needs limits of files' sizes")
+    kept = Checkpoints(tmp_path, nn.Linear(300, 300), {}, WORLD, facts={})
+    path = kept.save(Position(5, 0.0, {}))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"step_00000006\.part can't be written .*; see to that, then"):
+            kept.save(Position(6, 0.0, {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert kept.latest() == path
+    kept.save(Position(7, 0.0, {}))
+    assert [found.name for found in tmp_path.iterdir() if found.name != path.name] == ["step_00000007"]
+
+
 def test_another_stage_or_schedule_is_refused(tmp_path: Path) -> None:
     path = checkpoints(tmp_path, schedule="none, recent_2")[0].save(Position(5, 0.0, {}))
     with pytest.raises(InputError, match="its schedule is none, recent_2, this run's is none, anchor"):

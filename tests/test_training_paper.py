@@ -28,14 +28,16 @@ from recavsr.models.wan_vae import WanVAE
 from recavsr.models.weights import ModelFolder
 from recavsr.training import paper, recipes
 from recavsr.training.distributed import World
+from recavsr.training.loop import _sample
 from recavsr.training.losses import FrameLosses
 from recavsr.training.objective import Batch, BatchSettings
-from recavsr.training.paper import TINY_VAE, PaperStage1, PaperStage2, Start
+from recavsr.training.paper import TINY_VAE, PaperDecoder, PaperStage1, PaperStage2, Start
 from recavsr.training.recompute import recompute_vae_blocks
 from recavsr.training.router import CacheRouter
 from recavsr.training.runner import RunOptions, Setup, run_recipe
 from recavsr.training.stage1 import FixedScope, RouteLearning
 from recavsr.training.stage2 import trained_parameters
+from recavsr.training.step import TrainingStep
 from recavsr.training.vae_losses import frame_losses_by_latent
 from recavsr.video.clips import read_clip, write_clip
 from tiny import one_thread
@@ -236,6 +238,21 @@ def test_bfloat16_with_float32_masters(done: Path, phase: type, monkeypatch: pyt
     assert all(g is not None and g.dtype == torch.float32 and torch.isfinite(g).all() for g in gradients)
 
 
+@pytest.mark.parametrize("name", ["stage2", "decoder"])
+@pytest.mark.parametrize("frames", [13, 1])
+def test_pictures_of_clips_and_of_images_in_bfloat16(
+    done: Path, name: str, frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "compute_dtype", lambda device: torch.bfloat16)
+    objective = DEBUG.stages[NAMES.index(name)].build(Setup(CPU, done / "routing.safetensors"))
+    assert isinstance(objective, (PaperStage2, PaperDecoder))
+    hq = torch.rand(1, 3, frames, 64, 96) * 2 - 1
+    step = TrainingStep(objective, CPU, precision="bf16")
+    made = _sample(objective.sample, step, Batch(hq, hq))
+    assert made.shape == hq.shape
+    assert torch.isfinite(made).all()
+
+
 # ---------------------------------------------------------------- frames, one latent at a time
 
 
@@ -358,9 +375,7 @@ def alike(data: Path, out: Path, start: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_set_seeds", lambda seed, rank: seeds(seed, 0))
         patch.setattr(World, "share", lambda world, count, what: count // 2)
-        patch.setattr(
-            batches.StreamSource, "_own", lambda source, first, count: range(first, first + count // 2)
-        )
+        patch.setattr(batches, "_share_of", lambda world, first, count: range(first, first + count // 2))
         run = replace(DEBUG.stages[0].run, steps=1, sample_every=0)
         stages = [replace(DEBUG.stages[number], run=run) for number in (0, 2)]
         recipe = replace(DEBUG, stages=tuple(stages))

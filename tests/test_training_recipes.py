@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +97,15 @@ def test_batches_are_a_function_of_seed_and_number(clips: ClipSource) -> None:
     assert one.describe(3) == "batch seed (1, 3)"
 
 
+def test_a_closed_source_leaves_no_threads(clips: ClipSource) -> None:
+    before = set(threading.enumerate())
+    source = PairSource(clips, PAIRS, WORLD, workers=2)
+    source.batch(SETTINGS)
+    assert set(threading.enumerate()) - before
+    source.close()
+    assert not set(threading.enumerate()) - before
+
+
 def test_ranks_share_a_batch(clips: ClipSource) -> None:
     whole = PairSource(clips, PAIRS, WORLD).batch(SETTINGS)
     halves = [
@@ -145,8 +157,9 @@ def test_no_data_is_said_plainly(clips: ClipSource, tmp_path: Path, capsys: pyte
     assert run(["train", "nano_debug", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
     assert "holds no training data" in capsys.readouterr().err
     (tmp_path / "manifest.tsv").write_text("path\tlicence\tsource\tnote\n")
-    assert run(["train", "nano_debug", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    assert "lists no usable training data" in capsys.readouterr().err
+    for _ in "ab":  # nothing is left that a second try would take for a pack
+        assert run(["train", "nano_debug", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+        assert "lists no usable training data" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- recipes and the command
@@ -198,6 +211,48 @@ def test_only_the_stages_named_run_in_the_order_of_the_recipe(monkeypatch: pytes
     only = ["--stage", "stage2", "--stage", "joint"]
     assert run(["train", "nano_debug", "--data", "D", "--out", "O", "--device", "cpu", *only]) == 0
     assert [stage.name for stage in called[0].stages] == ["joint", "stage2"]
+
+
+def test_a_single_stage_goes_on_from_the_one_before_it(
+    debug_run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("routing.safetensors", "routing"):
+        path = debug_run / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / name)
+    command = ["train", "nano_debug", "--data", str(data), "--out", str(tmp_path), "--device", "cpu"]
+    command += ["--workers", "0", "--steps", "1", "--stage", "generator"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(recipes.RECIPES, "nano_debug", smaller_debug)
+        assert run(command) == 0
+    both = [load_file(folder / "generator.safetensors") for folder in (debug_run, tmp_path)]
+    assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())
+    (tmp_path / "routing" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "generator")
+    assert run(command) == 2
+    assert "generator goes on from what routing leaves" in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_pack_that_it_began_with(
+    debug_run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = shutil.copytree(data, tmp_path / "other")
+    command = ["train", "nano_debug", "--out", str(debug_run), "--device", "cpu", "--resume", "--data"]
+    assert run([*command, str(other)]) == 2
+    assert f"trains on a pack of {data}" in capsys.readouterr().err
+    assert run([*command, str(debug_run / "data" / "pack")]) == 0
+    assert run([*command, str(data)]) == 0
+
+
+def test_workers_are_by_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(runner, "run_recipe", lambda recipe, options, say: called.append(options.workers))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(18)), raising=False)
+    command = ["train", "nano_debug", "--data", "D", "--out", "O", "--device", "cpu"]
+    assert run(command) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run(command) == 0
+    assert run([*command, "--workers", "3"]) == 0
+    assert called == [16, 4, 3]
 
 
 def test_a_folder_without_data_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -294,6 +349,8 @@ def test_a_streamed_run_goes_on_where_it_was(data: Path, tmp_path: Path, monkeyp
         assert train("cut", 4, "--stream") == 2
     assert train("cut", 4, "--resume") == 2
     assert "its data is stream, this run's is exact" in capsys.readouterr().err
+    assert train("cut", 4, "--stream", "--resume", "--seed", "1") == 2
+    assert "its seed is 0, this run's is 1" in capsys.readouterr().err
     assert train("cut", 4, "--stream", "--resume") == 0
     whole, cut = (load_file(tmp_path / out / "adaptation.safetensors") for out in ("whole", "cut"))
     assert all(torch.equal(value, cut[name]) for name, value in whole.items())

@@ -107,7 +107,9 @@ def index(
 ) -> int:
     """List folders of videos and photos as a training set, cut at shots; nothing is copied."""
     from recavsr.data.folders import SHOT_METHODS, index_folders
+    from recavsr.data.pack import PackIndex
     from recavsr.data.quality import QualityReport
+    from recavsr.video.output import PendingOutput, write_error
 
     console = Console(json_lines)
     if shots not in SHOT_METHODS:
@@ -118,32 +120,43 @@ def index(
             rejected = QualityReport.from_json(quality.read_text(encoding="utf-8")).rejected
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{quality}: can't be read ({error})") from None
+        except InputError as error:
+            raise InputError(f"{quality}: {error}") from None
 
     def skip(path: Path, reason: str) -> None:
         console.event(
             f"not used: {path}: {reason}", event="file", status="skipped", file=str(path), reason=reason
         )
 
-    made = index_folders(
-        videos,
-        photos,
-        shots=shots,  # type: ignore[arg-type]
-        smallest_side=side,
-        held_out=held_out,
-        leave_out=rejected,
-        on_skip=skip,
-        workers=workers,
-    )
+    listed = output / "index.json"
+    if listed.is_file() and not all(Path(file).is_absolute() for file in PackIndex.load(output).files):
+        raise InputError(f"{output}: is a pack with files of its own; choose another folder for the index")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        made.save(output)
     except OSError as error:
-        raise InputError(f"{output}: can't be written ({error.strerror})") from None
+        raise write_error(output, error) from None
+    # Made before the long part, so that an index that can't be written is refused at once.
+    pending = PendingOutput(listed, overwrite=True)
+    try:
+        made = index_folders(
+            videos,
+            photos,
+            shots=shots,  # type: ignore[arg-type]
+            smallest_side=side,
+            held_out=held_out,
+            leave_out=rejected,
+            on_skip=skip,
+            workers=workers,
+        )
+        pending.path.write_text(made.to_json())
+        pending.commit()
+    finally:
+        pending.discard()
     cuts = [count for video in made.videos for _, count in video.shots]
     console.result(
-        f"{output / 'index.json'}: {len(made.videos)} videos, {len(cuts)} shots, {sum(cuts)} frames, "
+        f"{listed}: {len(made.videos)} videos, {len(cuts)} shots, {sum(cuts)} frames, "
         f"{len(made.photos)} photos",
-        output=str(output / "index.json"),
+        output=str(listed),
         videos=len(made.videos),
         shots=len(cuts),
         frames=sum(cuts),

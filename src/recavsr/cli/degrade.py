@@ -116,6 +116,9 @@ def _targets(source: Path, output: Path, record: Path | None, *, pairs: bool) ->
             targets = [replace(targets[0], record=record)]
     else:
         targets = [Targets(source, output, record or output.with_name(f"{output.name}.json"))]
+    for target in targets:
+        if target.record.resolve() in [p.resolve() for p in (target.source, target.lr, target.hq) if p]:
+            raise InputError(f"{target.record}: is a source or an output; choose another --record")
     if source.is_dir() or pairs:
         for target in targets:
             for path in filter(None, (target.lr, target.hq, target.record)):

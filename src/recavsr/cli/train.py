@@ -18,14 +18,17 @@ def command(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run.")] = None,
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their stages.")] = False,
     stages: Annotated[
-        list[str] | None, typer.Option("--stage", help="Only this stage of the recipe; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--stage", help="Only this stage, from what the one before left in --out; may be repeated."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     seconds: Annotated[float | None, typer.Option(min=1, help="Time of the whole recipe.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each stage.")] = None,
     rate: Annotated[float, typer.Option(help="Times all learning rates of the recipe.")] = 1.0,
     start: Annotated[
-        Path | None, typer.Option(help="What the first stage starts from: weights or a model folder.")
+        Path | None, typer.Option(help="What the first stage starts from: weights, or a model folder.")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes (or threads) that make data; default: by cores.")
@@ -54,7 +57,14 @@ def command(
 
     from recavsr.stream.load import resolve_device
     from recavsr.training.recipes import RECIPES
-    from recavsr.training.runner import RunOptions, holds_a_run, run_recipe, with_budget, with_rate
+    from recavsr.training.runner import (
+        RunOptions,
+        holds_a_run,
+        run_recipe,
+        with_budget,
+        with_rate,
+        with_stages,
+    )
 
     if list_recipes:
         for name, make in RECIPES.items():
@@ -70,19 +80,16 @@ def command(
         raise InputError(f"--rate is above 0 (1: the recipe's own learning rates), not {rate}")
     chosen = RECIPES[recipe]()
     if stages:
-        known_stages = [stage.name for stage in chosen.stages]
-        for name in stages:
-            if name not in known_stages:
-                raise InputError(f"{recipe} has no stage {name!r}; its stages: {', '.join(known_stages)}")
-        chosen = replace(chosen, stages=tuple(stage for stage in chosen.stages if stage.name in stages))
+        chosen = with_stages(chosen, stages)
     if stream:
         chosen = replace(chosen, data="stream")
     if not resume and holds_a_run(out, chosen):
         raise InputError(f"{out} holds a run of {recipe} already: add --resume, or choose another --out")
     console = Console(json_lines)
-    if workers is None:  # each process of torchrun has its own
+    if workers is None:  # each process of torchrun has its own; a batch system may give it few of the cores
         together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        workers = max(1, ((os.cpu_count() or 2) - 2) // together)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+        workers = max(1, (cores - 2) // together)
     run_recipe(
         with_rate(with_budget(chosen, seconds=seconds, steps=steps), rate),
         RunOptions(

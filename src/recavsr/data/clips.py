@@ -21,8 +21,9 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -38,7 +39,6 @@ from recavsr.video.memory_codec import Planes, decode_planes
 
 _CELL = 32  # pixels a side of the cells in which detail is measured
 _LEVELS = 2
-_LOCK = "lock"  # held in a folder by who decodes into it
 _CACHE_FORMAT = 1  # raise it when the same pack is to be decoded into other pixels
 
 
@@ -346,7 +346,33 @@ def default_cache() -> Path:
     """Where decoded pixels go: shared memory where that is large, else the temporary folder."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 24 * 2**30
-    return (memory if roomy else Path(tempfile.gettempdir())) / f"recavsr-{os.getuid()}"
+    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""  # elsewhere that folder is the user's own
+    return (memory if roomy else Path(tempfile.gettempdir())) / f"recavsr{user}"
+
+
+@contextmanager
+def making(place: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a folder in a cache, so that one process makes it and the others find it made.
+
+    Waits, and says so, while another process holds it; a killed one holds nothing. Raises InputError where
+    the cache can't be written.
+    """
+    lock = FileLock(f"{place}.lock")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            say(f"waiting for another process, which makes {place}")
+            lock.acquire(poll_interval=0.5)
+    except OSError as error:
+        raise InputError(
+            f"{place.parent}: can't be written ({error.strerror}); choose another cache"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # ---------------------------------------------------------------- the source
@@ -616,23 +642,28 @@ class ClipSource(StoredClips):
     ) -> ClipSource:
         """Decode a pack (once: the result stays in `cache`) and open it.
 
-        processes: how many decode at the same time; 0 decodes in this process. Scripts that call this with
-        processes need the usual `if __name__ == "__main__"`. say: is told before it decodes. Raises
-        InputError if the pack is incomplete, or the cache can't hold it.
+        Of several processes one decodes, the others wait for it. processes: how many decode at the same time;
+        0 decodes in this process. Scripts that call this with processes need the usual
+        `if __name__ == "__main__"`. say: is told before it decodes or waits. Raises InputError if the pack is
+        incomplete or damaged, or the cache can't hold it.
         """
         folder = Path(folder).resolve()
         index = PackIndex.load(folder)
-        files = [video.file for video in index.videos] + [photo.file for photo in index.photos]
-        missing = [file for file in files if not (folder / file).exists()]
+        missing = [file for file in index.files if not (folder / file).exists()]
         if missing:
             raise InputError(
                 f"{folder}: {len(missing)} files missing, such as {missing[0]}; copy all parts of the pack"
             )
-        identity = (folder / "index.json").read_bytes() + f"{folder} {_CACHE_FORMAT}".encode()
+        stats = ((folder / file).stat() for file in index.files)
+        stamps = [(stat.st_size, stat.st_mtime_ns) for stat in stats]  # a file may be replaced by one like it
+        identity = (folder / "index.json").read_bytes() + f"{folder} {_CACHE_FORMAT} {stamps}".encode()
         digest = hashlib.sha256(identity).hexdigest()[:16]
         place = (default_cache() if cache is None else cache) / digest
-        if not (place / "complete").is_file():
-            _fill_cache(folder, place, index, processes, say or (lambda text: None))
+        complete, say = place / "complete", say or (lambda text: None)
+        if not complete.is_file():
+            with making(place, say):
+                if not complete.is_file():
+                    _fill_cache(folder, place, index, processes, say)
         return ClipSource(folder, place, split)
 
     def arguments(self) -> tuple[Path, Path, str]:
@@ -644,16 +675,14 @@ def _fill_cache(
     folder: Path, place: Path, index: PackIndex, processes: int, say: Callable[[str], None]
 ) -> None:
     shots, photos, total = _layout(index)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(place)
+    for left in (place, *place.parent.glob(f"{place.name}-*")):  # by processes that were killed
+        shutil.rmtree(left, ignore_errors=True)
     if shutil.disk_usage(place.parent).free < total + 2**28:
         raise InputError(
             f"{place.parent}: too little room for {total / 1e9:.1f} GB of decoded clips; choose another cache"
         )
     say(f"decoding {folder} into {place}: {total / 1e9:.1f} GB, kept for the next run (remove it when done)")
     work = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
-    lock = FileLock(work / _LOCK)
-    lock.acquire(blocking=False)
     try:
         path = work / "pixels.u8"
         with path.open("wb") as file:
@@ -680,26 +709,10 @@ def _fill_cache(
             arrays |= {f"photo{i}level{level}": detail for level, detail in enumerate(by_job[videos + i])}
         np.savez(work / "detail.npz", **arrays)  # type: ignore[arg-type]
         (work / "complete").write_text(json.dumps({"bytes": total}))
-        if place.exists():
-            shutil.rmtree(place)
-        lock.release()
         work.rename(place)
     except BaseException:
-        lock.release()
         shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-def _remove_leftovers(place: Path) -> None:
-    """Remove what processes that were killed had decoded of the same pack."""
-    for left in place.parent.glob(f"{place.name}-*"):
-        lock = FileLock(left / _LOCK)
-        try:
-            lock.acquire(blocking=False)
-        except (Timeout, OSError):  # it lives, or has just gone
-            continue
-        lock.release()
-        shutil.rmtree(left, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- geometry shared by both renderers

@@ -62,13 +62,22 @@ class PackIndex:
     videos: tuple[PackedVideo, ...]
     photos: tuple[PackedPhoto, ...]
 
-    def save(self, folder: Path) -> None:
-        """Write `index.json`, an item a line."""
+    def to_json(self) -> str:
+        """Return the text of an `index.json`, an item a line."""
         lists = (
             f'"{name}": [\n' + ",\n".join(json.dumps(asdict(item)) for item in items) + "\n]"
             for name, items in (("videos", self.videos), ("photos", self.photos))
         )
-        (folder / "index.json").write_text("{" + ",\n".join(lists) + "}\n")
+        return "{" + ",\n".join(lists) + "}\n"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files: of a pack relative to its folder, of listed folders absolute."""
+        return (*(video.file for video in self.videos), *(photo.file for photo in self.photos))
+
+    def save(self, folder: Path) -> None:
+        """Write `index.json`."""
+        (folder / "index.json").write_text(self.to_json())
 
     @staticmethod
     def load(folder: Path) -> PackIndex:
@@ -168,8 +177,11 @@ def _manifest(data: Path) -> dict[str, dict[str, str]]:
     path = data / "manifest.tsv"
     if not path.is_file():
         raise InputError(f"{path}: not found; --data must name the folder with manifest.tsv")
-    with path.open(newline="") as file:
-        return {row["path"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
+    with path.open(newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE, restval="")
+        if missing := {"path", "licence", "note"} - set(table.fieldnames or ()):
+            raise InputError(f"{path}: its first line names no column {min(missing)} (columns end at tabs)")
+        return {row["path"]: row for row in table}
 
 
 def _note(row: dict[str, str], key: str) -> str | None:
@@ -199,6 +211,8 @@ class _Parts:
             self.used.append(0)
         self.used[part] += size
         target = self.folder / f"part{part}" / source.name
+        if target.exists():
+            raise InputError(f"{source}: another file of the set is called {source.name} too; rename one")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         return f"part{part}/{source.name}"

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -40,6 +40,7 @@ from recavsr.data.clips import (
     detailed_place,
     frame_numbers,
     lay_out_photo,
+    making,
     mirrored,
     planes_to_rgb,
     rows_and_columns,
@@ -168,6 +169,21 @@ class _Tables:
         return values[int(ends[item - 1]) if item else 0 : int(ends[item])]
 
 
+def _write_tables(folder: Path, split: str, place: Path) -> None:
+    tables = _Tables.of(PackIndex.load(folder), split)
+    if not len(tables.items):
+        raise InputError(f"{folder} holds no training data: neither videos nor photos")
+    for left in place.parent.glob(f"{place.name}-*"):  # by processes that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
+    try:
+        tables.save(work)
+        work.rename(place)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
 def _mapped(path: Path) -> np.ndarray:
     array = np.load(path, mmap_mode="r") if path.stat().st_size > 4096 else np.load(path)
     return array.view(np.ndarray)
@@ -203,10 +219,17 @@ class ClipStream:
         return ClipStream, (self.folder, self._place, self.split)
 
     @staticmethod
-    def open(folder: Path | str, *, cache: Path | None = None, split: str = "train") -> ClipStream:
-        """Open the index of a folder; its arrays are written to `cache` the first time.
+    def open(
+        folder: Path | str,
+        *,
+        cache: Path | None = None,
+        split: str = "train",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> ClipStream:
+        """Open the index of a folder; its arrays are written to `cache` the first time, by one process.
 
-        Raises InputError if there is no index, or nothing of the split in it.
+        say: is told before it waits for another one. Raises InputError if there is no index, nothing of the
+        split in it, or no room for its arrays.
         """
         folder = Path(folder).resolve()
         path = folder / "index.json"
@@ -215,19 +238,11 @@ class ClipStream:
             with path.open("rb") as file:
                 while piece := file.read(2**20):
                     identity.update(piece)
-        root = default_cache() if cache is None else cache
-        place = root / f"stream-{identity.hexdigest()[:16]}"
-        if not (place / "items.npy").is_file():
-            tables = _Tables.of(PackIndex.load(folder), split)
-            if not len(tables.items):
-                raise InputError(f"{folder} holds no training data: neither videos nor photos")
-            root.mkdir(parents=True, exist_ok=True)
-            work = Path(tempfile.mkdtemp(prefix=place.name, dir=root))
-            tables.save(work)
-            try:
-                work.rename(place)
-            except OSError:  # another process was faster
-                shutil.rmtree(work)
+        place = (default_cache() if cache is None else cache) / f"stream-{identity.hexdigest()[:16]}"
+        if not place.is_dir():
+            with making(place, say):
+                if not place.is_dir():
+                    _write_tables(folder, split, place)
         return ClipStream(folder, place, split)
 
     def fitting(self, kind: Kind, size: CropSize, frames: int = 1) -> np.ndarray:
@@ -241,9 +256,9 @@ class ClipStream:
             rows, columns = rows_and_columns(size)
             path = self._place / f"{kind}-{rows}x{columns}x{frames}.npy"
             if not path.is_file():
-                part = Path(tempfile.mkstemp(dir=self._place, suffix=".npy")[1])
-                np.save(part, self._find_fitting(kind, rows, columns, frames))
-                part.replace(path)
+                with tempfile.NamedTemporaryFile(dir=self._place, suffix=".npy", delete=False) as part:
+                    np.save(part, self._find_fitting(kind, rows, columns, frames))
+                Path(part.name).replace(path)
             self._fitting[key] = _mapped(path)
         return self._fitting[key]
 

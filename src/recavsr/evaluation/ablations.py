@@ -41,6 +41,7 @@ from recavsr.evaluation.protocol import (
     choose_clips,
     evaluate,
     held_out_clips,
+    result_file,
     session_upscaler,
 )
 from recavsr.evaluation.report import summarise
@@ -171,6 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args(argv)
+    with result_file(options.output) as path:
+        path.write_text(json.dumps(_run(options), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
     model = load(options.model, device=options.device, precision=options.precision)
     if not isinstance(model, ReCaVSR):
         raise InputError(f"{options.model} has no parts to switch off")
@@ -199,9 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": command,
         "rows": rows,
     }
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(worth_table(rows, model.name))
-    return 0
+    return result
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ A crop is CLIP:DEGRADATION:FRAME:X,Y,WIDTH,HEIGHT in truth pixels after the prot
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.evaluation.lpips import weights_folder
 from recavsr.evaluation.peers import SCALE, Frames, Upscaler
 from recavsr.evaluation.protocol import (
@@ -125,25 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cache", type=Path, default=weights_folder() / "evaluation")
     options = parser.parse_args(argv)
-    try:
-        requests = [CropRequest.parse(text) for text in options.crop]
-        files = {clip.stem: clip for clip in held_out_clips(options.data)}
-        unknown = [request.clip for request in requests if request.clip not in files]
-        if unknown:
-            raise InputError(f"unknown clip {unknown[0]!r}; choose of {', '.join(files)}")
-        device = str(resolve_device(options.device))
-        upscalers = [open_upscaler(name, device) for name in options.model.split(",")]
-        rows = []
-        for request in requests:
-            degradation = DEGRADATIONS[request.degradation]
-            pair = make_pair(files[request.clip], degradation, FULL, options.cache)
-            rows.append(crops(request, pair, upscalers))
-        save_png(contact_sheet(rows, options.zoom), options.output)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    requests = [CropRequest.parse(text) for text in options.crop]
+    files = {clip.stem: clip for clip in held_out_clips(options.data)}
+    unknown = [request.clip for request in requests if request.clip not in files]
+    if unknown:
+        raise InputError(f"unknown clip {unknown[0]!r}; choose of {', '.join(files)}")
+    device = str(resolve_device(options.device))
+    upscalers = [open_upscaler(name, device) for name in options.model.split(",")]
+    rows = []
+    for request in requests:
+        degradation = DEGRADATIONS[request.degradation]
+        pair = make_pair(files[request.clip], degradation, FULL, options.cache)
+        rows.append(crops(request, pair, upscalers))
+    save_png(contact_sheet(rows, options.zoom), options.output)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -105,7 +106,10 @@ def load_backbone_weights(net: str, weights: str | os.PathLike[str] | None = Non
         path = path / backbone.file
     if not path.is_file():
         raise InputError(f"LPIPS weights not found: {path}; run `python tools/fetch_perceptual.py`")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: can't be read as weights ({error}); fetch them again") from error
     if tensor_digest(tensors) != backbone.digest:
         raise InputError(f"{path} does not hold the LPIPS {net} weights; fetch them again")
     return tensors

@@ -31,7 +31,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -54,6 +55,7 @@ from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
 from recavsr.video.frames import Frame
 from recavsr.video.memory_codec import code_clip
+from recavsr.video.output import PendingOutput, write_error
 from recavsr.video.reader import Trim, open_reader
 
 # Big Buck Bunny comes in three encodes. A_bbb_stereo is the one used: the largest (1230x704), with motion
@@ -367,6 +369,24 @@ def peer_versions(names: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def result_file(path: Path) -> Iterator[Path]:
+    """Yield where to write a result file; it gets its name at the end of the `with` block.
+
+    Raises InputError at once, not after the measuring, where it can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(path.parent, error) from None
+    pending = PendingOutput(path, overwrite=True)
+    try:
+        yield pending.path
+        pending.commit()
+    finally:
+        pending.discard()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: `python -m recavsr.evaluation.protocol --model A,B --data DIR -o FILE.json`."""
     parser = argparse.ArgumentParser(prog="recavsr.evaluation.protocol", description=__doc__.split("\n")[0])
@@ -382,10 +402,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--cache", type=Path, default=weights_folder() / "evaluation")
     options = parser.parse_args(argv)
-    result = _run(options)
-    result["command"] = _command(options)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    with result_file(options.output) as path:
+        result = _run(options) | {"command": _command(options)}
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 
 BASELINE = "bicubic"
 NOTE = (
@@ -30,16 +29,21 @@ Row = dict[str, Any]
 def load_rows(files: Iterable[Path]) -> list[Row]:
     """Rows of all files; a model that occurs twice counts from the last file that has it.
 
-    Raises InputError if the files were made under different protocols.
+    Raises InputError for what is no result file, and if the files were made under different protocols.
     """
     protocol = None
     rows: dict[tuple[str, str, str], Row] = {}
     for file in files:
-        result = json.loads(file.read_text())
-        if protocol is not None and result["protocol"] != protocol:
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            measured_by, found = result["protocol"], result["rows"]
+            by_place = {(row["model"], row["degradation"], row["clip"]): row for row in found}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file}: no result file of the protocol ({error})") from error
+        if protocol is not None and measured_by != protocol:
             raise InputError(f"{file} was measured under another protocol than the files before it")
-        protocol = result["protocol"]
-        rows.update({(row["model"], row["degradation"], row["clip"]): row for row in result["rows"]})
+        protocol = measured_by
+        rows.update(by_place)
     return list(rows.values())
 
 
@@ -150,13 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--clips", action="store_true", help="also one table per clip")
     options = parser.parse_args(argv)
-    try:
-        print(render(load_rows(options.files), per_clip=options.clips))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    print(render(load_rows(options.files), per_clip=options.clips))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

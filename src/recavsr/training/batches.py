@@ -56,6 +56,12 @@ def size_of_batch(settings: BatchSettings, seed: int, number: int) -> tuple[int,
     return settings.clips, settings.frames
 
 
+def _share_of(world: World, first: int, count: int) -> range:
+    """Return the numbers of this process's clips in a batch of clips `first` to `first + count`."""
+    share = world.share(count, "clips of a batch")
+    return range(first + world.rank * share, first + (world.rank + 1) * share)
+
+
 class PairSource:
     """Batches that are a pure function of (seed, number): exact resume, the same for any number of ranks.
 
@@ -77,7 +83,7 @@ class PairSource:
         """Return this rank's clips of the next batch: [B, 3, F, H, W]."""
         count, frames = size_of_batch(settings, self._seed, self._number)
         if self._threads is None:
-            made = [self._make(index, frames) for index in self._own(self._first, count)]
+            made = [self._make(index, frames) for index in _share_of(self._world, self._first, count)]
         else:
             if self._ahead is None or self._ahead[0] != settings:
                 self._ahead = settings, self._submit(settings, self._number, self._first)
@@ -100,16 +106,19 @@ class PairSource:
         """Name seed and batch."""
         return f"batch seed ({self._seed}, {number})"
 
-    def _own(self, first: int, count: int) -> range:
-        share = self._world.share(count, "clips of a batch")
-        return range(first + self._world.rank * share, first + (self._world.rank + 1) * share)
+    def close(self) -> None:
+        """Stop the threads; what they work ahead on is dropped."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
 
     def _submit(
         self, settings: BatchSettings, number: int, first: int
     ) -> list[Future[tuple[Tensor, Tensor]]]:
         assert self._threads is not None
         count, frames = size_of_batch(settings, self._seed, number)
-        return [self._threads.submit(self._make, index, frames) for index in self._own(first, count)]
+        return [
+            self._threads.submit(self._make, index, frames) for index in _share_of(self._world, first, count)
+        ]
 
     def _make(self, index: int, frames: int) -> tuple[Tensor, Tensor]:
         """Make clip `index`: HQ and enlarged LR, [3, F, H, W] in [-1, 1]."""
@@ -159,7 +168,7 @@ class StreamSource:
             self._pairs.draw(0, settings.frames)  # says here, not in a worker, that nothing is large enough
             self._ahead = settings, self._loader.pairs(self._keys(settings))
         count, frames = size_of_batch(settings, self._seed, self._number)
-        numbers = self._own(self._drawn[_order_of(frames)], count)
+        numbers = _share_of(self._world, self._drawn[_order_of(frames)], count)
         pairs = [self._checked(next(self._ahead[1])) for _ in numbers]
         self._number += 1
         self._drawn[_order_of(frames)] += count
@@ -195,13 +204,9 @@ class StreamSource:
         drawn = dict(self._drawn)
         for number in itertools.count(self._number):
             count, frames = size_of_batch(settings, self._seed, number)
-            for index in self._own(drawn[_order_of(frames)], count):
+            for index in _share_of(self._world, drawn[_order_of(frames)], count):
                 yield index, frames
             drawn[_order_of(frames)] += count
-
-    def _own(self, first: int, count: int) -> range:
-        share = self._world.share(count, "clips of a batch")
-        return range(first + self._world.rank * share, first + (self._world.rank + 1) * share)
 
     def _degraded(self, clip: Tensor, number: int) -> Tensor:
         """The LR frames of HQ clip `number` [F, 3, H, W], uint8 alike: a function of seed, number and F."""

@@ -13,7 +13,8 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,24 +66,29 @@ class Checkpoints:
         return found[-1] if found else None
 
     def save(self, position: Position) -> Path:
-        """Write a checkpoint, then remove those beyond the last `keep`."""
+        """Write a checkpoint, then remove those beyond the last `keep`.
+
+        Raises InputError where it can't be written; the checkpoints before it stay.
+        """
         path = self.folder / f"step_{position.step:08d}"
         partial = path.with_suffix(".part")
         ranks = self.world.gather({"random": _random_state(self.world.device), "data": position.data})
-        if self.world.leads:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            run = {
-                "format": _FORMAT,
-                "facts": self._facts,
-                "step": position.step,
-                "seconds": position.seconds,
-                "ranks": ranks,
-            }
-            torch.save(run, partial / "run.pt")
-        self.world.barrier()
-        with _quiet():
-            dcp.save(self._tensors(), checkpoint_id=partial, no_dist=self.world.size == 1)
+        run = {
+            "format": _FORMAT,
+            "facts": self._facts,
+            "step": position.step,
+            "seconds": position.seconds,
+            "ranks": ranks,
+        }
+        with _writable(partial):
+            if self.world.leads:
+                for left in self.folder.glob("*.part"):  # by a run that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                partial.mkdir(parents=True)
+                torch.save(run, partial / "run.pt")
+            self.world.barrier()
+            with _quiet():
+                dcp.save(self._tensors(), checkpoint_id=partial, no_dist=self.world.size == 1)
         self.world.barrier()
         if self.world.leads:
             if path.exists():
@@ -101,10 +107,11 @@ class Checkpoints:
         """
         run = read_run(path)
         for name, value in self._facts.items():
-            if (saved := run["facts"].get(name)) != value:
+            saved = run["facts"].get(name, value)  # checkpoints of earlier versions may not say
+            if saved != value:
                 raise InputError(
-                    f"{path}: its {name} is {saved}, this run's is {value}; resume with the same recipe, "
-                    "or train into another folder"
+                    f"{path}: its {name} is {saved}, this run's is {value}; resume with the same recipe and "
+                    "options, or train into another folder"
                 )
         try:
             with _quiet():
@@ -126,6 +133,19 @@ class Checkpoints:
                 for name, player in self._players.items()
             },
         }
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while `path` is written into one line."""
+    try:
+        yield
+    except dcp.api.CheckpointException as error:  # no Exception: nothing else would catch it
+        reason = "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
+        raise InputError(f"{path} can't be written ({reason}); see to that, then --resume") from error
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{path} can't be written ({reason}); see to that, then --resume") from error
 
 
 def _not_frozen(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -75,6 +75,11 @@ class DecoderObjective:
         total, terms = settings.frames(frames, hq, batch.lr, self.distance, checkpoint=settings.checkpoint)
         yield "decoder", {"loss": total, **terms}
 
+    def sample(self, batch: Batch) -> Tensor:
+        """Return the frames [B, 3, F, s H, s W] of HQ latents, for pictures."""
+        plan = self.settings.plan
+        return decode_blocks(self.model, split_blocks(self.encode(batch.hq), plan), batch.lr, plan)
+
 
 def with_noise(latents: Tensor, deviation: float) -> Tensor:
     """Add normal noise of a deviation to half of the latent clips [B, C, T, H, W], drawn at random."""

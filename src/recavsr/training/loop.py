@@ -176,11 +176,12 @@ def _values(losses: Mapping[str, Tensor], world: World) -> dict[str, float]:
 
 
 def _sample(sample: Sample, step_function: TrainingStep, batch: Batch) -> Tensor:
-    """Run `sample` on a batch with the averaged weights, leaving random numbers as they are."""
+    """Run `sample` on a batch as in training, but with the averaged weights; random numbers stay."""
     device = step_function.world.device
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(step_function.autocast())
         for player in step_function.players.values():
             if player.averages is not None:
                 stack.enter_context(player.averages.in_place_of_parameters())

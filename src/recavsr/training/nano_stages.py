@@ -9,16 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from recavsr.geometry import BlockPlan
 from recavsr.training.decoder_stage import DecoderObjective, DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig, MSQDiscriminator
 from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import PLAN, NanoTraining, polish_stage
-from recavsr.training.objective import Batch, BatchSettings, OptimizerSettings
-from recavsr.training.rollout import decode_blocks, roll_out, split_blocks
+from recavsr.training.objective import BatchSettings, OptimizerSettings
+from recavsr.training.rollout import decode_blocks
 from recavsr.training.stage1 import (
     FixedScope,
     RouteLearning,
@@ -93,15 +90,6 @@ class NanoStage2(Stage2Objective):
         super().__init__(model, nano.encode, partial(decode_blocks, nano.decoder), distance, settings)
         self.nano = nano
 
-    def sample(self, batch: Batch) -> Tensor:
-        """Return the frames of a rollout, for pictures."""
-        nano, plan = self.nano, self.settings.plan
-        condition = nano.generator.condition(nano.prompt)
-        noise = torch.randn_like(nano.encode(batch.hq))
-        return decode_blocks(
-            nano.decoder, roll_out(nano.generator, condition, noise, batch.lr, plan), batch.lr, plan
-        )
-
 
 class NanoDecoder(DecoderObjective):
     """Decoder training (Appendix B.4): nano's decoder on the latents of its own encoder, which rests."""
@@ -113,13 +101,6 @@ class NanoDecoder(DecoderObjective):
         nano.decoder.requires_grad_(True)
         super().__init__(nano.decoder, nano.encode, distance, settings)
         self.nano = nano
-
-    def sample(self, batch: Batch) -> Tensor:
-        """Return the frames of true latents, for pictures."""
-        plan = self.settings.plan
-        return decode_blocks(
-            self.nano.decoder, split_blocks(self.nano.encode(batch.hq), plan), batch.lr, plan
-        )
 
 
 def decoder_settings() -> DecoderSettings:

@@ -37,7 +37,6 @@ from recavsr.training.loop import RunSettings
 from recavsr.training.losses import FrameLosses, PerceptualDistance
 from recavsr.training.objective import Batch, BatchSettings, Objective, OptimizerSettings
 from recavsr.training.recompute import recompute_layers, recompute_steps, recompute_vae_blocks
-from recavsr.training.rollout import decode_blocks, roll_out, split_blocks
 from recavsr.training.runner import Recipe, RecipeStage, Setup, about
 from recavsr.training.stage1 import (
     FixedScope,
@@ -228,13 +227,6 @@ class PaperStage2(Stage2Objective):
         """Return the losses of the frames that the frozen decoder gives, with their gradient."""
         return frame_losses_by_latent(self.vae, latents, batch, self.settings.frames, self.distance)
 
-    def sample(self, batch: Batch) -> Tensor:
-        """Return the frames of a rollout, for pictures."""
-        generator, model, plan = self.model.generator, self.model, self.settings.plan
-        noise = torch.randn_like(self.encode(batch.hq))
-        blocks = roll_out(generator, generator.condition(model.prompt), noise, batch.lr, plan)
-        return self.decode(blocks, batch.lr, plan)
-
     def leave(self, result: Path, world: World) -> None:
         """Write adapters (the moving average) and the folder with them merged."""
         generator = self.model.generator
@@ -253,11 +245,6 @@ class PaperDecoder(DecoderObjective):
         decoder = self.folder.load_decoder(device).requires_grad_(True)
         vae = WanVAE.load(self.folder.path, device, compute_dtype(device), decoder=False)
         super().__init__(decoder, vae.encode, distance, settings)
-
-    def sample(self, batch: Batch) -> Tensor:
-        """Return the decoded HQ latents, for pictures."""
-        blocks = split_blocks(self.encode(batch.hq), self.settings.plan)
-        return decode_blocks(self.model, blocks, batch.lr, self.settings.plan)
 
     def leave(self, result: Path, world: World) -> None:
         """Write the decoder, and the folder that it started from with it in place."""

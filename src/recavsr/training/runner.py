@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,8 +32,6 @@ from recavsr.training.loop import RunSettings, train
 from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import schedule_text
 from recavsr.training.objective import Batch, Objective
-
-Clips = TypeVar("Clips", ClipSource, ClipStream)
 
 DataSource = Literal["pool", "exact", "stream"]
 """Where batches come from: a pool for throughput; exactly repeatable batches of a set that was decoded whole;
@@ -84,6 +83,17 @@ class Recipe:
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
     make_start: Callable[[Path], None] | None = None  # writes what to start from where a user names nothing
     checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
+    whole: tuple[str, ...] = ()  # names of all stages, where `stages` are only some of them
+
+    def number(self, stage: RecipeStage) -> int:
+        """Return a stage's place (from 0) in the whole recipe: its data is drawn by it."""
+        return (self.whole or tuple(s.name for s in self.stages)).index(stage.name)
+
+    @property
+    def after(self) -> str | None:
+        """The stage that the first of `stages` goes on from: its weights lie in the run's folder."""
+        number = self.number(self.stages[0])
+        return self.whole[number - 1] if number else None
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,20 @@ class RunOptions:
     compiled: frozenset[str] = frozenset()  # stages whose layers are compiled first
     degrade_on_device: bool = False  # of streamed data: by `data.degradation_batch`, not by the workers
     cache: Path | None = None  # folder of what is decoded before; None: `data.clips.default_cache`
+
+
+def with_stages(recipe: Recipe, names: Collection[str]) -> Recipe:
+    """Return the recipe with the named stages alone, in its own order.
+
+    The first one goes on from what the stage before it left in the run's folder, if nothing else is named to
+    start from. Raises InputError for a name that no stage has.
+    """
+    known = tuple(stage.name for stage in recipe.stages)
+    for name in names:
+        if name not in known:
+            raise InputError(f"the recipe has no stage {name!r}; its stages: {', '.join(known)}")
+    chosen = tuple(stage for stage in recipe.stages if stage.name in names)
+    return replace(recipe, stages=chosen, whole=known)
 
 
 def with_budget(recipe: Recipe, *, seconds: float | None = None, steps: int | None = None) -> Recipe:
@@ -152,6 +176,12 @@ def _check(recipe: Recipe, options: RunOptions) -> None:
     if options.start is not None and not options.start.exists():
         raise InputError(f"--start {options.start} does not exist: name weights of a run, or a model folder")
     waiting = [s for s in recipe.stages if not (options.resume and is_finished(options.out, s.name))]
+    needed = recipe.after if options.start is None and recipe.stages[0] in waiting else None
+    if needed is not None and not is_finished(options.out, needed):
+        raise InputError(
+            f"{recipe.stages[0].name} goes on from what {needed} leaves, and {options.out} holds no finished "
+            f"{needed}: train that first, or name weights by --start"
+        )
     if any(stage.perceptual for stage in waiting):
         from recavsr.evaluation.lpips import load_backbone_weights
 
@@ -167,8 +197,8 @@ def train_stages(
 ) -> Path:
     """Train the stages of a recipe, each on a source of its own; return where the last weights are."""
     start = _start(recipe, options, world)
-    for number, stage in enumerate(recipe.stages):
-        _run_stage(stage, source_of(number), recipe, options, world, start, say)
+    for stage in recipe.stages:
+        _run_stage(stage, source_of(recipe.number(stage)), recipe, options, world, start, say)
         start = result_of(options.out, stage.name)
     if start is None:
         raise ValueError("a recipe has at least one stage")
@@ -176,11 +206,18 @@ def train_stages(
 
 
 def _start(recipe: Recipe, options: RunOptions, world: World) -> Path | None:
-    if options.start is not None or recipe.make_start is None:
+    if options.start is not None:
         return options.start
+    if recipe.after is not None:
+        return result_of(options.out, recipe.after)
+    if recipe.make_start is None:
+        return None
     start = options.out / "start"
     if world.leads and not start.exists():
-        recipe.make_start(start)
+        part = start.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        recipe.make_start(part)
+        part.rename(start)
     world.barrier()
     return start
 
@@ -239,7 +276,7 @@ def _run_stage(
         world,
         resume=options.resume,
         sample=getattr(objective, "sample", None),
-        facts={**facts_of(objective), "data": _data_of(recipe, options)},
+        facts={**facts_of(objective), "data": _data_of(recipe, options), "seed": str(options.seed)},
         say=say,
     )
     objective.advance(0.0)
@@ -309,6 +346,8 @@ def _set_seeds(seed: int, rank: int) -> None:
 
 # ---------------------------------------------------------------- data
 
+_MADE_FROM = "made_from.txt"  # in a run's own pack: the data folder that it was made from
+
 
 @contextmanager
 def _open_data(
@@ -325,34 +364,24 @@ def _open_data(
     cache = options.cache
     if cache is None and recipe.sample_of_data:
         cache = options.out / "data" / "decoded"
+    make: Callable[..., StreamSource | PairSource] | None = None
     if recipe.data == "stream":
-        stream = _in_turn(world, lambda: ClipStream.open(pack, cache=cache))
+        stream = ClipStream.open(pack, cache=cache, say=tell)
+        make = partial(StreamSource, stream, degrade_on_device=options.degrade_on_device, say=say)
+    else:
+        clips = ClipSource.open(pack, cache=cache, processes=options.workers, say=say)
+        if recipe.data == "exact":
+            make = partial(PairSource, clips)
+    if make is not None:
         with ExitStack() as stack:
 
             def source(stage: int) -> BatchSource:
                 stack.pop_all().close()  # the workers of the stage before
                 seed = options.seed + 1000 * stage
-                return stack.enter_context(
-                    closing(
-                        StreamSource(
-                            stream,
-                            recipe.pairs,
-                            world,
-                            seed=seed,
-                            workers=options.workers,
-                            degrade_on_device=options.degrade_on_device,
-                            say=say,
-                        )
-                    )
-                )
+                made = make(recipe.pairs, world, seed=seed, workers=options.workers)
+                return stack.enter_context(closing(made))
 
             yield source
-        return
-    clips = _in_turn(world, lambda: ClipSource.open(pack, cache=cache, processes=options.workers, say=say))
-    if recipe.data == "exact":
-        yield lambda stage: PairSource(
-            clips, recipe.pairs, world, seed=options.seed + 1000 * stage, workers=options.workers
-        )
         return
     # Each rank has workers of its own, and none makes a clip again that the run had before.
     seed, made = options.seed + 1_000_003 * world.rank, _records_made(recipe, options)
@@ -371,17 +400,6 @@ def _open_data(
         tell(f"pool: {pool.made} records made")
 
 
-def _in_turn(world: World, opens: Callable[[], Clips]) -> Clips:
-    """Open data on rank 0, which leaves it in the cache, then on the others."""
-    if world.leads:
-        clips = opens()
-    world.barrier()
-    if not world.leads:
-        clips = opens()
-    world.barrier()
-    return clips
-
-
 def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Path:
     """Return the pack to train on: the folder given, or one made from its files."""
     data = options.data
@@ -392,19 +410,30 @@ def _pack(recipe: Recipe, options: RunOptions, say: Callable[[str], None]) -> Pa
             f"{data} holds no training data: neither an index or pack (index.json, made by `recavsr data "
             "index`) nor a data folder (manifest.tsv, train_video/, photos/)"
         )
-    pack = options.out / "data" / "pack"
+    pack, given = options.out / "data" / "pack", str(data.resolve())
     if (pack / "index.json").is_file():
+        origin = pack / _MADE_FROM
+        made_from = origin.read_text(encoding="utf-8").strip() if origin.is_file() else given
+        if made_from != given:
+            raise InputError(
+                f"{options.out} trains on a pack of {made_from}, not of {data}: name that, the pack itself "
+                f"(--data {pack}), or another --out"
+            )
         return pack
     say(f"packing {data}")
-    shutil.rmtree(pack, ignore_errors=True)
-    pack.mkdir(parents=True)
+    part = pack.with_suffix(".part")
+    for left in (pack, part):
+        shutil.rmtree(left, ignore_errors=True)
+    part.mkdir(parents=True)
     held = {"validation_videos": 4, "validation_photos": 8}
     if recipe.sample_of_data is not None:
         data = _small_copy(data, options.out / "data" / "sample", *recipe.sample_of_data)
         held = dict.fromkeys(held, 0)
-    index = build_pack(data, pack, part_bytes=10**12, **held)
+    index = build_pack(data, part, part_bytes=10**12, **held)
     if not index.videos and not index.photos:
         raise InputError(f"{options.data / 'manifest.tsv'} lists no usable training data")
+    (part / _MADE_FROM).write_text(given + "\n", encoding="utf-8")
+    part.rename(pack)
     return pack
 
 

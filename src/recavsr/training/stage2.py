@@ -200,6 +200,14 @@ class Stage2Objective:
             },
         )
 
+    def sample(self, batch: Batch) -> Tensor:
+        """Return the frames [B, 3, F, s H, s W] of a rollout, for pictures; of clips and of images."""
+        model = self.model
+        noise = torch.randn_like(self.encode(batch.hq))
+        plan = fitted_plan(self.settings.plan, noise.shape[2])
+        blocks = roll_out(model.generator, model.generator.condition(model.prompt), noise, batch.lr, plan)
+        return self.decode(blocks, batch.lr, plan)
+
     def _discriminator_losses(
         self, of_real: Sequence[Tensor], of_fake: Sequence[Tensor], supports: Supports
     ) -> Losses:

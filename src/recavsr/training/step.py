@@ -139,6 +139,16 @@ class TrainingStep:
             seconds = time.perf_counter() - started
         return Rehearsal(seconds, torch.cuda.max_memory_allocated(device))
 
+    def autocast(self) -> torch.autocast:
+        """Return the context in which networks compute in this step's precision."""
+        # The cache of cast weights would outlive a captured graph.
+        return torch.autocast(
+            self.world.device.type,
+            dtype=torch.bfloat16,
+            enabled=self.precision == "bf16",
+            cache_enabled=False,
+        )
+
     def _active(self, step: int) -> frozenset[str]:
         return frozenset(name for name, player in self.players.items() if not player.rests(step))
 
@@ -168,13 +178,7 @@ class TrainingStep:
         self, updates: Iterator[tuple[str, Losses]], active: frozenset[str]
     ) -> tuple[str, dict[str, Tensor]] | None:
         """Take a micro-batch's next update and add its gradients, so that its graph can go at once."""
-        # The cache of cast weights would outlive a captured graph.
-        with torch.autocast(
-            self.world.device.type,
-            dtype=torch.bfloat16,
-            enabled=self.precision == "bf16",
-            cache_enabled=False,
-        ):
+        with self.autocast():
             update = next(updates, None)
         if update is None:
             return None
