@@ -375,9 +375,7 @@ def alike(data: Path, out: Path, start: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_set_seeds", lambda seed, rank: seeds(seed, 0))
         patch.setattr(World, "share", lambda world, count, what: count // 2)
-        patch.setattr(
-            batches.StreamSource, "_own", lambda source, first, count: range(first, first + count // 2)
-        )
+        patch.setattr(batches, "_share_of", lambda world, first, count: range(first, first + count // 2))
         run = replace(DEBUG.stages[0].run, steps=1, sample_every=0)
         stages = [replace(DEBUG.stages[number], run=run) for number in (0, 2)]
         recipe = replace(DEBUG, stages=tuple(stages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -253,6 +254,18 @@ def test_a_run_keeps_the_pack_that_it_began_with(
     assert f"trains on a pack of {data}" in capsys.readouterr().err
     assert run([*command, str(debug_run / "data" / "pack")]) == 0
     assert run([*command, str(data)]) == 0
+
+
+def test_workers_are_by_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(runner, "run_recipe", lambda recipe, options, say: called.append(options.workers))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(18)), raising=False)
+    command = ["train", "nano_debug", "--data", "D", "--out", "O", "--device", "cpu"]
+    assert run(command) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run(command) == 0
+    assert run([*command, "--workers", "3"]) == 0
+    assert called == [16, 4, 3]
 
 
 def test_a_folder_without_data_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
