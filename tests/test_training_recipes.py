@@ -122,6 +122,19 @@ def test_the_share_of_images_is_as_asked_for() -> None:
     assert size_of_batch(BatchSettings(clips=2, frames=5), 3, 0) == (2, 5)
 
 
+def test_a_batch_fits_any_number_of_processes(pack: Path, tmp_path: Path) -> None:
+    settings = BatchSettings(clips=11, frames=5, images=3)
+    assert settings.shared_by(1) == settings
+    shared = [settings.shared_by(count) for count in (2, 4, 8)]
+    assert [(batch.clips, batch.images) for batch in shared] == [(12, 4), (12, 4), (16, 8)]
+    assert settings.shared_by(4, times=4) == replace(settings, clips=44, images=12)
+    first = with_budget(recipes.nano_debug(), steps=1).stages[0]
+    recipe = replace(recipes.nano_debug(), stages=(first,), checks=0)
+    run_recipe(recipe, RunOptions(tmp_path, pack, torch.device("cpu"), workers=0, batch_times=2))
+    made = json.loads((tmp_path / first.name / "settings.json").read_text())["batches"]["clips"]
+    assert made == 2 * recipes.nano_debug().stages[0].settings["batch"]
+
+
 def test_a_batch_drawn_ahead_is_not_lost_in_a_checkpoint(clips: ClipSource) -> None:
     wanted = PairSource(clips, PAIRS, WORLD)
     expected = [wanted.batch(SETTINGS).hq for _ in range(3)]

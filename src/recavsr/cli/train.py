@@ -41,6 +41,9 @@ def command(
         bool,
         typer.Option("--degrade-on-device", help="Streamed data: degrade clips on the GPU, not by workers."),
     ] = False,
+    batch_times: Annotated[
+        int, typer.Option(min=1, help="Batches so many times as large, for example on so many GPUs.")
+    ] = 1,
     cache: Annotated[
         Path | None,
         typer.Option(help="Folder of decoded clips; default: shared memory if large, else temporary files."),
@@ -104,6 +107,7 @@ def command(
             compiled=frozenset(stage.name for stage in chosen.stages if compiled),
             degrade_on_device=degrade_on_device,
             cache=cache,
+            batch_times=batch_times,
         ),
         console.say,
     )

@@ -6,8 +6,9 @@ The loop (`training.loop`) knows nothing of networks: it draws batches, runs an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -35,6 +36,13 @@ class BatchSettings:
     frames: int
     images: int = 0
     image_fraction: float = 0.0
+
+    def shared_by(self, processes: int, times: int = 1) -> BatchSettings:
+        """Return batches `times` as large, rounded up to what so many processes can share."""
+        clips, images = (
+            math.ceil(count * times / processes) * processes for count in (self.clips, self.images)
+        )
+        return replace(self, clips=clips, images=images)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ class RunOptions:
     lpips: Path | None = None
     compiled: frozenset[str] = frozenset()  # stages whose layers are compiled first
     degrade_on_device: bool = False  # of streamed data: by `data.degradation_batch`, not by the workers
+    batch_times: int = 1  # batches of so many times the recipe's size
     cache: Path | None = None  # folder of what is decoded before; None: `data.clips.default_cache`
 
 
@@ -261,6 +262,12 @@ def _run_stage(
     _set_seeds(options.seed, 0)  # the same weights on every rank
     objective = stage.build(Setup(world, start, options.lpips, stage.name in options.compiled))
     _set_seeds(options.seed, world.rank)  # other noise on every rank
+    asked = objective.batches.shared_by(1, options.batch_times)
+    objective.batches = asked.shared_by(world.size)
+    if objective.batches != asked:
+        say(
+            f"{stage.name}: {objective.batches.clips} clips a batch, not {asked.clips}: {world.size} share it"
+        )
     if world.leads:
         folder.mkdir(parents=True, exist_ok=True)
         settings = _settings(stage, objective, options)
