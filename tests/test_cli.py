@@ -558,7 +558,7 @@ def test_doctor_approves_a_complete_folder(tiny_folder: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert run(["doctor", "--model", "tiny", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert "complete and fits" in facts["model"]
+    assert "is complete" in facts["model"]
     assert facts["layers"] == "7 of width 64, a token is 32 pixels"
 
 
