@@ -97,6 +97,43 @@ def test_what_does_not_exist_is_one_bad_file(tmp_path: Path) -> None:
     assert "match this pattern" in (report.files[1].reason or "")
 
 
+def test_what_lies_beside_videos_is_skipped_and_a_bad_video_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_clip(folder / "a.mp4", np.zeros((3, 16, 16, 3), np.uint8), 25)
+    for name in ("bad.mkv", "a.srt", "notes.txt"):
+        (folder / name).write_text("1\n00:00:01,000 --> 00:00:02,000\nwords\n")
+    report = upscale_many(folder, tmp_path / "out", model=IdentityModel(), scale=1)
+    assert {Path(result.source).name: result.status for result in report.files} == {
+        "a.mp4": FileStatus.DONE,
+        "a.srt": FileStatus.SKIPPED,
+        "bad.mkv": FileStatus.FAILED,
+        "notes.txt": FileStatus.SKIPPED,
+    }
+    assert report.exit_code == 1
+    (folder / "bad.mkv").unlink()
+    assert upscale_many(folder, tmp_path / "out", model=IdentityModel(), scale=1).exit_code == 0
+    named = upscale_many([folder / "notes.txt"], tmp_path / "out", model=IdentityModel(), scale=1)
+    assert [result.status for result in named.files] == [FileStatus.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"size": "10"}, "size must look like 1920x1080"),
+        ({"scale": -1}, "scale must be a number above 0"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"frames": "3"}, "frames must be a whole number"),
+        ({"start": "1:99:99"}, "99 minutes or seconds"),
+    ],
+)
+def test_options_that_fit_no_file_are_refused_once(tmp_path: Path, wrong: dict, said: str) -> None:
+    touch(tmp_path, "clips/a.mp4", "clips/b.mp4")
+    with pytest.raises(InputError, match=said):
+        upscale_many(tmp_path / "clips", tmp_path / "out", model=IdentityModel(), **wrong)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "inputs", "said"),
     [

@@ -64,7 +64,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_clip(folder / "long.mp4", clip(FRAMES, SHOTS, 1), 25)
     for number, name in enumerate(("a [1].mp4", "-b 100%.mp4", "ç.mp4")):
         write_clip(folder / name, clip(40, (0,), number), 25)
-    (folder / "notes.txt").write_text("words")
+    (folder / "bad.mkv").write_text("words")
     return folder
 
 
@@ -114,7 +114,7 @@ def test_a_lost_worker_changes_nothing(cluster: None, films: Path, whole: Path, 
         "-b 100%.mp4": FileStatus.DONE,
         "a [1].mp4": FileStatus.DONE,
         "long.mp4": FileStatus.DONE,
-        "notes.txt": FileStatus.FAILED,
+        "bad.mkv": FileStatus.FAILED,
         "ç.mp4": FileStatus.DONE,
     }
     assert report.exit_code == 1

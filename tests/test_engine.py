@@ -351,7 +351,7 @@ def test_folders_of_videos(tmp_path: Path) -> None:
     assert [(Path(r.source).name, Path(r.output).name, r.status) for r in report.files] == [
         ("a.avi", "a.avi.mp4", FileStatus.DONE),
         ("a.mp4", "a.mp4", FileStatus.DONE),
-        ("notes.txt", "notes.mp4", FileStatus.FAILED),
+        ("notes.txt", "notes.mp4", FileStatus.SKIPPED),
     ]
     with pytest.raises(InputError, match="is the source folder itself"):
         upscale_many(folder, folder, model=IdentityModel())

@@ -357,3 +357,13 @@ def test_nano_streams_like_the_others() -> None:
     whole = run(Session(model, (32, 48), (64, 96)), lr)
     assert whole.shape == (24, 64, 96, 3)
     assert np.array_equal(run(Session(model, (32, 48), (64, 96)), lr, [5, 16, 1, 2]), whole)
+
+
+def test_what_is_no_model_or_no_array_is_refused() -> None:
+    with pytest.raises(InputError, match=r"takes a loaded model: recavsr\.load\('nano'\)"):
+        Session("nano", (8, 8), (16, 16))  # type: ignore[arg-type]
+    session = Session(IdentityModel(), (8, 8), (16, 16))
+    with pytest.raises(InputError, match="uint8 or uint16"):
+        session.push([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="at least 1 latent"):
+        load("identity", first_block_latents=0)

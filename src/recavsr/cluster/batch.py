@@ -17,7 +17,7 @@ from recavsr.cluster.dispatch import Dispatcher, Note
 from recavsr.cluster.tasks import FindShots, JoinShots, SomeShots, WholeFile
 from recavsr.cluster.worker import Setup
 from recavsr.stream.batch import BatchReport, FileResult, FileStatus, Job, failure, find_jobs, skipped
-from recavsr.stream.engine import Options, UpscaleReport, open_run
+from recavsr.stream.engine import Options, UpscaleReport, checked, open_run
 from recavsr.stream.resume import RUN, SHOTS, work_folder
 from recavsr.stream.shots import Shots, can_share
 from recavsr.video.output import write_error
@@ -74,6 +74,7 @@ def run_batch(
     all; PartialError if no worker is left.
     """
     wanted = Options(**options)
+    checked(wanted)
     jobs = find_jobs(inputs, output)
     ends: dict[Job, FileResult] = {}
 

@@ -7,18 +7,27 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from recavsr.errors import InputError
-from recavsr.stream.engine import UpscaleReport, upscale
+from recavsr.stream.engine import Options, UpscaleReport, checked, upscale
 from recavsr.stream.load import load
 from recavsr.stream.step import BlockModel
 from recavsr.video.formats import CONTAINERS
 from recavsr.video.images import WRITABLE_SUFFIXES
-from recavsr.video.source import is_picture, is_still, is_video_folder, matches, natural_order, resolve
+from recavsr.video.source import (
+    PICTURE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    is_picture,
+    is_still,
+    is_video_folder,
+    matches,
+    natural_order,
+    resolve,
+)
 
 __all__ = [
     "BatchReport",
@@ -46,10 +55,11 @@ class FileStatus(Enum):
 
 @dataclass(frozen=True)
 class Job:
-    """One file of a batch, and what it becomes."""
+    """One file of a batch, and what it becomes; `found`: in a folder that was named, not named itself."""
 
     source: str
     output: str
+    found: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,8 @@ def upscale_many(
     with it, and the rest goes on. `on_file` is called after each file; `options` are those of `upscale`.
     Raises InputError if there is no file, or if the output or the options can't be used at all.
     """
+    known = {field.name for field in fields(Options)}
+    checked(Options(**{name: value for name, value in options.items() if name in known}))
     fresh = not os.path.exists(output)
     jobs = find_jobs(inputs, output)
     if not dry_run and isinstance(model, (str, os.PathLike)):
@@ -136,10 +148,16 @@ def skipped(job: Job) -> FileResult | None:
 
 
 def failure(job: Job, error: Exception) -> FileResult:
-    """Return the result of a file that failed, with the reason in one line that names it."""
+    """Return the result of a file that failed, with the reason in one line that names it.
+
+    What lies beside videos in a folder and has no ending of theirs (notes, subtitles) is skipped instead.
+    """
     reason = str(error)
     if not isinstance(error, InputError):  # whatever it is: one bad file must not end a night's work
         reason = " ".join(f"{job.source}: unexpected {type(error).__name__}: {error}".split())
+    elif job.found and Path(job.source).suffix.lower() not in VIDEO_SUFFIXES | PICTURE_SUFFIXES:
+        reason = reason.removeprefix(f"{job.source}: ")
+        return FileResult(job.source, job.output, FileStatus.SKIPPED, reason, None)
     return FileResult(job.source, job.output, FileStatus.FAILED, reason, None)
 
 
@@ -165,8 +183,9 @@ def find_jobs(
     no input is there, or if the output can't be such a folder; no folder is made then.
     """
     named = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    found = {os.path.abspath(path): path for name in named for path in _files_of(os.fspath(name))}
-    sources = list(found.values())
+    files = [file for name in named for file in _files_of(os.fspath(name))]
+    sources = list({os.path.abspath(path): path for path, _ in files}.values())
+    in_folders = {path for path, found in files if found}
     if not sources:
         raise InputError("there is no file to upscale: name files, folders or patterns like 'clips/*.mov'")
     missing = [reason for source in sources if (reason := _why_missing(source)) is not None]
@@ -184,7 +203,9 @@ def find_jobs(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder}: can't be made ({error.strerror})") from None
-    return [Job(str(source), str(out)) for source, out in zip(sources, outputs, strict=True)]
+    return [
+        Job(str(source), str(out), source in in_folders) for source, out in zip(sources, outputs, strict=True)
+    ]
 
 
 def _why_missing(source: Path) -> str | None:
@@ -201,13 +222,13 @@ def _parents(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(path.parent for path in paths))
 
 
-def _files_of(name: str) -> list[Path]:
-    """Return the files that one input names; one that does not exist is returned as it is."""
+def _files_of(name: str) -> list[tuple[Path, bool]]:
+    """Return the files that one input names, and which were found in a folder; a missing one as it is."""
     matches = [Path(name)] if os.path.lexists(name) or not glob.has_magic(name) else _matches(name)
-    files: list[Path] = []
+    files: list[tuple[Path, bool]] = []
     for path in matches:
-        files += _files_in(path) if is_video_folder(path) else [path]
-    return files or [Path(name)]
+        files += [(file, True) for file in _files_in(path)] if is_video_folder(path) else [(path, False)]
+    return files or [(Path(name), False)]
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -80,7 +80,8 @@ class Run:
         if self.edit_list is None or not self.trim.whole or not self.edit_list.beyond():
             return []
         count, path = self.edit_list.beyond(), self.edit_list.path
-        return [f"{count} of the cuts in {path} lie behind the last frame; is it the list of this video?"]
+        lie = "lies" if count == 1 else "lie"
+        return [f"{count} of the cuts in {path} {lie} behind the last frame; is it the list of this video?"]
 
     def facts(self, model: BlockModel | None) -> dict[str, Any]:
         """Return all that decides what the output holds, by its name for the user; no model: all but that."""
@@ -97,16 +98,24 @@ class Run:
         }
 
 
+def checked(options: Options) -> tuple[SizeRequest, Trim]:
+    """Return the wanted size and part; InputError where an option can't be right for any source."""
+    request = SizeRequest(options.scale, options.size, options.height, options.width, options.fit)
+    request.resolve((64, 64))
+    check_color_fix(options.color_fix)
+    if options.encoder not in ("software", "hardware"):
+        raise InputError(f"encoder is software or hardware, not {options.encoder}")
+    if not isinstance(options.seed, int) or options.seed < 0:
+        raise InputError(f"seed must be a whole number from 0 on, not {options.seed!r}")
+    return request, Trim.parse(options.start, options.duration, options.frames)
+
+
 @contextmanager
 def open_run(
     source: str | os.PathLike[str], output: str | os.PathLike[str] | None, options: Options
 ) -> Iterator[Run]:
     """Open a source and plan its run; InputError (one line) where source, output or options won't do."""
-    request = SizeRequest(options.scale, options.size, options.height, options.width, options.fit)
-    trim = Trim.parse(options.start, options.duration, options.frames)
-    check_color_fix(options.color_fix)
-    if options.encoder not in ("software", "hardware"):
-        raise InputError(f"encoder is software or hardware, not {options.encoder}")
+    request, trim = checked(options)
     edit_list = _edit_list(options.cuts, trim)
     with open_reader(source, trim, deinterlace=options.deinterlace) as reader:
         plan = make_plan(
@@ -213,8 +222,11 @@ def upscale(
     scale, size, fit, height, width: at most one; scale (default 4) gives floor(side x scale + 0.5) for each
         side, size is (width, height) or "1920x1080"; fit is a box, given like a size, that holds the output;
         a height or width alone keeps the shape, as fit does.
+    seed: of the noise; the same seed gives the same frames.
     start, duration: seconds or timecodes ("1:30.5"); frames: at most so many frames.
     deinterlace: make full frames of an interlaced source first (bwdif), as many as it has.
+    color_fix: hold the colours of the output to the input's: "wavelet" (those of large areas), "adain" (mean
+        and contrast of each frame), or "none".
     cuts: where the model starts afresh, as with a new video: "auto" (at the scene cuts that it finds),
         "off", or an edit list (a text file with a frame number or a time a line; see `stream.cuts.EditList`).
     codec, quality, preset: of the video encoder. quality is a number from 0 (best) to 51 with one meaning for
@@ -222,6 +234,8 @@ def upscale(
         opens; `codec` may also name one, like "h264_nvenc", which is refused where it does not open.
     overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
         behind the frames that it finished; the result has the same frames as one run in one piece.
+    device: "auto" (a CUDA card if there is one), "cpu", "cuda:1"; "cuda:0,cuda:1" share the stream.
+    precision: "auto" (bfloat16 where the device computes in it), "fp32", "bf16" or "fp8".
     memory: at most so much of the device's memory ("8GB"): layers that do not fit travel from main memory.
     progress: called with a Progress after every block. dry_run: only plan and estimate; nothing is written,
         and what would be refused is refused.

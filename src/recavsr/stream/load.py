@@ -165,6 +165,8 @@ def load(
     """
     devices = [resolve_device(part.strip()) for part in str(device).split(",")]
     memory = None if memory is None else parse_memory(memory)
+    if first_block_latents is not None and first_block_latents < 1:
+        raise InputError(f"the first block has at least 1 latent, not {first_block_latents}")
     if len(devices) > 1:
         return open_shared(
             "recavsr.stream.load:load",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ class SessionState(State):
 class Session:
     """One stream. Output depends on the frames alone, never on how they were cut into pushes.
 
-    Frames are [N, h, w, 3] RGB, uint8 or uint16; results are [M, H, W, 3] of the same dtype. With
-    `detect_cuts` each shot is a stream of its own: it comes out as it would alone.
+    Frames are [N, h, w, 3] RGB, uint8 or uint16; results are [M, H, W, 3] of the same dtype. `lr_size` is
+    (h, w), `out_size` (H, W). Noise is a function of `seed`, `shot` and block. `color_fix` holds colours to
+    the input's: "wavelet", "adain" or "none". With `detect_cuts` each shot is a stream of its own: it comes
+    out as it would alone; `cuts` says where shots began. Raises InputError where sizes or options won't do.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Session:
         color_fix: ColorFix = "none",
         detect_cuts: bool = False,
     ) -> None:
+        if isinstance(model, (str, os.PathLike)):
+            raise InputError(f"a session takes a loaded model: recavsr.load({os.fspath(model)!r})")
         if min(*lr_size, *out_size) < 1:
             raise InputError(f"sizes must be positive, got {lr_size} -> {out_size}")
         check_color_fix(color_fix)
@@ -81,8 +86,9 @@ class Session:
 
         Raises InputError, and takes none, where they are of another size or type than the stream's.
         """
-        if frames.dtype not in (np.uint8, np.uint16):
-            raise InputError(f"frames must be uint8 or uint16 (numpy), got {frames.dtype}")
+        if not isinstance(frames, np.ndarray) or frames.dtype not in (np.uint8, np.uint16):
+            given = getattr(frames, "dtype", type(frames).__name__)
+            raise InputError(f"frames must be uint8 or uint16 (numpy), got {given}")
         if frames.ndim != 4 or frames.shape[1:] != (*self.lr_size, 3):
             raise InputError(
                 f"frames must be [N, {self.lr_size[0]}, {self.lr_size[1]}, 3], got {frames.shape}"

@@ -71,8 +71,8 @@ class Trim:
         length = None if duration is None else parse_time(duration, "duration")
         if length is not None and length <= 0:
             raise InputError(f"duration must be more than 0, not {duration}")
-        if frames is not None and frames < 1:
-            raise InputError(f"frames must be at least 1, not {frames}")
+        if frames is not None and (not isinstance(frames, int) or frames < 1):
+            raise InputError(f"frames must be a whole number of at least 1, not {frames!r}")
         return cls(begin or None, length, frames)
 
     @property
@@ -88,7 +88,9 @@ def parse_time(value: float | str | Fraction, what: str) -> Fraction:
         seconds = value
     elif re.fullmatch(r"(\d+:){0,2}\d+(\.\d*)?|\.\d+", text):
         seconds = Fraction(0)
-        for part in text.split(":"):
+        for number, part in enumerate(text.split(":")):
+            if number and Fraction(part) >= 60:
+                raise InputError(f"{what}: {part} minutes or seconds in {value!r} are more than 59")
             seconds = seconds * 60 + Fraction(part)
     elif isinstance(value, (int, float)) and math.isfinite(value):
         seconds = Fraction(value)
