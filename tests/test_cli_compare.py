@@ -122,6 +122,16 @@ def test_scores_against_a_reference(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert result["frames"] == 3
 
 
+def test_a_video_that_breaks_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    whole = make_clip(tmp_path / "a.mkv", frames=60, codec="ffv1", pixel_format="yuv420p")
+    (tmp_path / "b.mkv").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    for order in (["a.mkv", "b.mkv"], ["b.mkv", "a.mkv"]):
+        out = tmp_path / f"{order[0]}.mp4"
+        assert run(["compare", *(str(tmp_path / name) for name in order), "-o", str(out)]) == 1
+        assert f"done in part: {tmp_path / 'b.mkv'}: " in capsys.readouterr().err
+        assert len(times(out)) == (60 if order[0] == "a.mkv" else len(times(tmp_path / "b.mkv")))
+
+
 def test_pictures(tmp_path: Path) -> None:
     for name in ("a", "b"):
         ffmpeg("-f", "lavfi", "-i", "testsrc=size=64x36", "-frames:v", 1, tmp_path / f"{name}.png")

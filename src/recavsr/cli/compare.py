@@ -116,6 +116,9 @@ def command(
         notes += [note for track, name in zip(tracks, videos[1:]) if (note := track.note(name, videos[0]))]
     for note in notes:
         console.say(f"note: {note}")
+    broken = [(name, reader.cut_short) for name, reader in zip(videos, readers) if reader.cut_short]
+    for name, reason in broken:
+        console.say(f"done in part: {name}: {reason}")
     for score in scores:
         console.say(score.text)
     console.result(
@@ -125,7 +128,7 @@ def command(
         size=list(sheet.size),
         scores={score.title: score.means for score in scores},
     )
-    return int(first.cut_short is not None)
+    return int(bool(broken))
 
 
 def _shown(name: str) -> str:
