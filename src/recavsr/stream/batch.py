@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,7 @@ from recavsr.stream.load import load
 from recavsr.stream.step import BlockModel
 from recavsr.video.formats import CONTAINERS
 from recavsr.video.images import WRITABLE_SUFFIXES
-from recavsr.video.source import (
-    PICTURE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    is_picture,
-    is_still,
-    is_video_folder,
-    matches,
-    natural_order,
-    resolve,
-)
+from recavsr.video.source import is_picture, is_still, is_video_folder, matches, natural_order, resolve
 
 __all__ = [
     "BatchReport",
@@ -41,6 +32,13 @@ __all__ = [
     "upscale_job",
     "upscale_many",
 ]
+
+# fmt: off
+_BESIDE_VIDEOS = frozenset({
+    ".ass", ".csv", ".db", ".htm", ".html", ".idx", ".ini", ".json", ".log", ".md", ".nfo", ".pdf", ".srt",
+    ".ssa", ".sub", ".txt", ".url", ".vtt", ".xml", ".yaml", ".yml",
+})
+# fmt: on
 
 
 class FileStatus(Enum):
@@ -59,7 +57,7 @@ class Job:
 
     source: str
     output: str
-    found: bool = False
+    found: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def upscale_many(
     with it, and the rest goes on. `on_file` is called after each file; `options` are those of `upscale`.
     Raises InputError if there is no file, or if the output or the options can't be used at all.
     """
-    known = {field.name for field in fields(Options)}
+    known = {option.name for option in fields(Options)}
     checked(Options(**{name: value for name, value in options.items() if name in known}))
     fresh = not os.path.exists(output)
     jobs = find_jobs(inputs, output)
@@ -150,12 +148,12 @@ def skipped(job: Job) -> FileResult | None:
 def failure(job: Job, error: Exception) -> FileResult:
     """Return the result of a file that failed, with the reason in one line that names it.
 
-    What lies beside videos in a folder and has no ending of theirs (notes, subtitles) is skipped instead.
+    What lies beside videos in a folder (notes, subtitles, lists) is skipped instead.
     """
     reason = str(error)
     if not isinstance(error, InputError):  # whatever it is: one bad file must not end a night's work
         reason = " ".join(f"{job.source}: unexpected {type(error).__name__}: {error}".split())
-    elif job.found and Path(job.source).suffix.lower() not in VIDEO_SUFFIXES | PICTURE_SUFFIXES:
+    elif job.found and Path(job.source).suffix.lower() in _BESIDE_VIDEOS:
         reason = reason.removeprefix(f"{job.source}: ")
         return FileResult(job.source, job.output, FileStatus.SKIPPED, reason, None)
     return FileResult(job.source, job.output, FileStatus.FAILED, reason, None)
