@@ -41,6 +41,7 @@ def report(
 
 @app.command("run")
 def run(
+    context: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Variants or groups of them.")],
     data: Annotated[Path, typer.Option("--data", help="Pack of training data with held-back items.")],
     start: Annotated[Path, typer.Option("--start", help="A nano model folder, with its encoder.")],
@@ -87,10 +88,8 @@ def run(
     if cards == 1:
         run_jobs(jobs, bench, budget, lambda text: print(text, flush=True))
         return 0
-    given = {
-        "--data": data, "--start": start, "--out": out, "--seeds": seeds, "--seconds": seconds,
-        "--steps": steps, "--clips": clips, "--budget": budget, "--lpips": lpips, "--held-out": held_out,
-        "--workers": workers, "--fill": fill, "--cache": cache, "--device": device,
-    }  # fmt: skip
-    written = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-    return run_on_cards(jobs, cards, ["ablate", "run", *names, *written], bench)
+    arguments = ["ablate", "run", *names]
+    for name, value in context.params.items():  # each card's process gets the same, for its own jobs
+        if value is not None and name not in ("names", "cards", "only"):
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return run_on_cards(jobs, cards, arguments, bench)

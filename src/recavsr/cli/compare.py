@@ -57,10 +57,11 @@ def command(
     """
     import numpy as np
 
-    from recavsr.stream.plan import SizeRequest, make_plan
+    from recavsr.stream.plan import SizeRequest, default_output, make_plan
     from recavsr.video.frames import Frame, Packet, same_depth
     from recavsr.video.reader import Trim, open_reader
 
+    options.check_names(*videos, output, reference)
     console = Console(json_lines)
     if len(videos) < 2:
         raise InputError("name two videos or more: recavsr compare A B")
@@ -82,7 +83,7 @@ def command(
         crop = _Region.parse(region, largest.size)
         sheet = _Sheet.plan(titles, crop.size, height, wipe=wipe)
         size = SizeRequest(size=sheet.size[::-1])
-        made = make_plan(first, output or _beside(first), size, trim)
+        made = make_plan(first, output or default_output(first.info, "_compare"), size, trim)
         made = replace(made, sample_aspect=largest.sample_aspect)
         scores = [_Score(title) for title in titles] if truth else []
         with made.writer(first, overwrite=overwrite) as writer, console.progress(made.frames) as progress:
@@ -92,7 +93,7 @@ def command(
                     writer.copy(item)
                 if not isinstance(item, Frame):
                     continue
-                middle = item.stamp.time + item.stamp.duration * item.stamp.time_base / 2
+                middle = (item.stamp.time + item.stamp.end) / 2
                 shown = [item.pixels, *(track.at(middle).pixels for track in tracks)]
                 if truth:
                     true = same_depth(truth.at(middle).pixels, deep=False)
@@ -133,14 +134,6 @@ def command(
 
 def _shown(name: str) -> str:
     return Path(name).stem or name
-
-
-def _beside(reader: Reader) -> str:
-    """Return a name beside the first video: clip.mp4 -> clip_compare.mp4."""
-    from recavsr.stream.plan import default_output
-
-    made = Path(default_output(reader.info, (0, 0)))
-    return str(made.with_name(made.name.replace("_0x0", "_compare")))
 
 
 class _Track:

@@ -58,6 +58,7 @@ def command(
     import os
     from dataclasses import replace
 
+    from recavsr.cluster.connection import usable_cores
     from recavsr.stream.load import resolve_device
     from recavsr.training.recipes import RECIPES
     from recavsr.training.runner import (
@@ -89,10 +90,9 @@ def command(
     if not resume and holds_a_run(out, chosen):
         raise InputError(f"{out} holds a run of {recipe} already: add --resume, or choose another --out")
     console = Console(json_lines)
-    if workers is None:  # each process of torchrun has its own; a batch system may give it few of the cores
+    if workers is None:  # each process of torchrun has its own
         together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-        workers = max(1, (cores - 2) // together)
+        workers = max(1, (usable_cores() - 2) // together)
     run_recipe(
         with_rate(with_budget(chosen, seconds=seconds, steps=steps), rate),
         RunOptions(

@@ -64,7 +64,7 @@ def connected(address: str | None, workers: int | None, threads: int | None) -> 
         else:
             where = {
                 "address": "local",
-                "num_cpus": max(_cores(), (workers or 1) * (threads or 1)),
+                "num_cpus": max(usable_cores(), (workers or 1) * (threads or 1)),
                 "include_dashboard": False,
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
@@ -151,8 +151,8 @@ def room_of(ray: ModuleType, device: str, workers: int | None, threads: int | No
     return Room(workers or room, threads, gpu)
 
 
-def _cores() -> int:
-    """Return how many cores this process may use."""
+def usable_cores() -> int:
+    """Return how many cores this process may use; a batch system may give it few of the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -280,7 +280,8 @@ def make_plan(
     """Decide everything about a run from the opened source and the options; InputError if impossible."""
     info = reader.info
     out_size = request.resolve(info.size)
-    target = default_output(info, out_size) if output is None else os.fspath(output)
+    beside = f"_{out_size[1]}x{out_size[0]}"
+    target = default_output(info, beside) if output is None else os.fspath(output)
     kind, suffix = _output_kind(info, target)
     if kind is OutputKind.PICTURE and Path(target).is_dir():
         target = str(Path(target) / f"{Path(info.source).stem}{suffix}")
@@ -392,12 +393,11 @@ def expected_frames(info: VideoInfo, trim: Trim) -> int | None:
     return count
 
 
-def default_output(info: VideoInfo, out_size: tuple[int, int]) -> str:
-    """Return a name beside the source: clip.mp4 -> clip_1280x720.mp4."""
+def default_output(info: VideoInfo, tail: str) -> str:
+    """Return a name beside the source: clip.mp4 -> clip_1280x720.mp4 for the tail "_1280x720"."""
     if info.kind in (SourceKind.STDIN, SourceKind.URL):
         raise InputError("name the output (-o): it can't be derived from this source")
     source = Path(info.source)
-    tail = f"_{out_size[1]}x{out_size[0]}"
     if info.kind is SourceKind.SEQUENCE:
         folder = source if source.is_dir() else source.parent
         return str(folder.resolve().with_name(f"{folder.resolve().name}{tail}"))

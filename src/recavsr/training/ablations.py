@@ -306,7 +306,6 @@ def run_jobs(
     """
     began, longest = time.monotonic(), 1.4 * bench.micro.seconds
     results = bench.out / RESULTS
-    bench.out.mkdir(parents=True, exist_ok=True)
     before = read_results([results])
     if others := {row.get("start", bench.weights) for row in before} - {bench.weights}:
         raise InputError(
@@ -509,8 +508,8 @@ def run_on_cards(jobs: Sequence[Job], cards: int, arguments: Sequence[str], benc
 
     The data is decoded once, before.
     """
-    bench.out.mkdir(parents=True, exist_ok=True)
     ClipSource.open(bench.pack, cache=bench.cache, processes=4 * bench.workers)
+    bench.out.mkdir(parents=True, exist_ok=True)
     processes = []
     for card, share in enumerate(spread(jobs, cards)):
         if not share:

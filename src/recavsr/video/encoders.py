@@ -102,7 +102,11 @@ def _level(quality: int | str | None) -> int:
 
 _NV12 = {("420", 8): "nv12", ("420", 10): "p010le"}
 _NVENC_FORMATS = {("420", 10): "p010le", ("444", 10): "yuv444p16le"}
-_SPEEDS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+# fmt: off
+_SPEEDS = (
+    "ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow", "placebo",
+)
+# fmt: on
 _LIKE_X264, _LIKE_X265 = (0, 12, 17, 22, 27, 32, 51), (0, 12, 18, 24, 30, 36, 51)
 
 SOFTWARE = {
@@ -113,7 +117,7 @@ SOFTWARE = {
             "libx264",
             _LIKE_X264,
             preset=("preset", "veryfast"),
-            presets=(*_SPEEDS, "placebo"),
+            presets=_SPEEDS,
             lossless={"qp": "0"},
         ),
         Encoder(
@@ -121,7 +125,7 @@ SOFTWARE = {
             "libx265",
             _LIKE_X265,
             preset=("preset", "fast"),
-            presets=(*_SPEEDS, "placebo"),
+            presets=_SPEEDS,
             fixed={"x265-params": "log-level=error"},
             lossless={"x265-params": "log-level=error:lossless=1"},
             bits=(8, 10, 12),
