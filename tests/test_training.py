@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import Tensor
 from recavsr import attention
 from recavsr.cache_policy import CacheAction
 from recavsr.evaluation import metrics
+from recavsr.evaluation.lpips import LPIPS
 from recavsr.geometry import BlockPlan
-from recavsr.training import nano
+from recavsr.training import losses, nano
 from recavsr.training.losses import (
     charbonnier,
     latent_statistics_penalty,
@@ -26,7 +28,7 @@ from recavsr.training.losses import (
     structural_dissimilarity,
     temporal_difference,
 )
-from recavsr.training.rollout import decode_blocks, roll_out
+from recavsr.training.rollout import decode_blocks, roll_out, split_blocks
 from tiny import CHANNELS, STRIDE, one_thread, tiny_decoder, tiny_generator, tiny_prompt
 
 
@@ -269,3 +271,43 @@ def test_differences_across_latent_borders_count_more() -> None:
     # the smooth L1 of no difference is 1e-3; borders follow frames 0 and 4
     assert inner == pytest.approx((0.5 + 5 * 1e-3 + 2 * 3e-3) / 8, rel=1e-3)
     assert outer == pytest.approx((3 * 0.5 + 6 * 1e-3 + 3e-3) / 8, rel=1e-3)
+
+
+def test_compiled_losses_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(losses, "_compiled", compile_)
+    measure = nano.polish_stage().frame_losses
+    hq = torch.rand(1, 3, 5, 32, 32) * 2 - 1
+    frames = (hq + 0.1 * torch.randn_like(hq)).clamp(-1, 1).requires_grad_()
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        lpips = LPIPS("vgg", pretrained=False)
+        distance = compile_(lpips) if compiled else lpips
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            total, terms = measure(frames, hq, hq, distance, compiled=compiled)
+        (gradient,) = torch.autograd.grad(total, frames)
+        results.append((total.detach(), terms, gradient))
+    torch.testing.assert_close(*results)
+    assert set(results[0][1]) == {"pixel", "difference", "structure", "perceptual", "gain_db"}
+
+
+def test_a_clip_decoded_at_once_is_that_of_its_blocks(model: nano.NanoTraining) -> None:
+    """Values and gradients: a decoder's latents see none after them."""
+    decoder, plan = copy.deepcopy(model.decoder), BlockPlan(2, 1)
+    latents, lr = torch.randn(1, 48, 4, 2, 2), torch.rand(1, 3, 13, 32, 32) * 2 - 1
+    blocks = split_blocks(latents, plan)
+    state, pieces, first = decoder.start(), [], 0
+    for index, block in enumerate(blocks):
+        count = plan.frames(index)
+        state, piece = decoder.step(state, block, lr[:, :, first : first + count])
+        pieces.append(piece)
+        first += count
+    parameters = list(decoder.parameters())
+    wanted = torch.cat(pieces, dim=2)
+    got = decode_blocks(decoder, blocks, lr, plan, through_history=True)
+    torch.testing.assert_close(got, wanted)
+    gradients = (torch.autograd.grad(x.square().sum(), parameters) for x in (got, wanted))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)

@@ -54,11 +54,16 @@ class DecoderObjective:
         encode: Encode,
         distance: PerceptualDistance | None,
         settings: DecoderSettings,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """Set up the player; `distance` (LPIPS) may be None where its weight is 0, else InputError."""
+        """Set up the player; `distance` (LPIPS) may be None where its weight is 0, else InputError.
+
+        `compiled`: the losses are.
+        """
         settings.frames.check(distance)
         self.model, self.settings, self.batches = decoder, settings, settings.batches
-        self.encode, self.distance = encode, distance
+        self.encode, self.distance, self.compiled = encode, distance, compiled
         self.players = (Player("decoder", tuple(decoder.parameters()), settings.optimizer),)
 
     def advance(self, progress: float) -> None:
@@ -72,7 +77,8 @@ class DecoderObjective:
             lr, _ = with_hard_share(batch.lr, settings.hard_lr_share)
         blocks = split_blocks(latents, settings.plan)
         frames = decode_blocks(self.model, blocks, lr, settings.plan, checkpoint=settings.checkpoint)
-        total, terms = settings.frames(frames, hq, batch.lr, self.distance, checkpoint=settings.checkpoint)
+        ways = {"checkpoint": settings.checkpoint, "compiled": self.compiled}
+        total, terms = settings.frames(frames, hq, batch.lr, self.distance, **ways)
         yield "decoder", {"loss": total, **terms}
 
     def sample(self, batch: Batch) -> Tensor:

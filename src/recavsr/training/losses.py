@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -110,7 +111,8 @@ def perceptual(
 
     With `checkpoint` one frame of every clip at a time, each computed again in the backward pass.
     """
-    chosen, wanted = (x.index_select(2, picks).transpose(1, 2) for x in (frames.clamp(-1, 1), target))
+    chosen, wanted = (x.index_select(2, picks).transpose(1, 2) for x in (frames, target))
+    chosen = chosen.clamp(-1, 1)
     if checkpoint:
         pairs = zip(chosen.unbind(1), wanted.unbind(1))
         return torch.stack([recompute(distance, x, y).mean() for x, y in pairs]).mean()
@@ -134,6 +136,11 @@ def psnr(x: Tensor, target: Tensor) -> Tensor:
     """Return the PSNR in dB of frames in [-1, 1], over the whole batch."""
     error = (x.float().clamp(-1, 1) - target.float()).square().mean() / 4
     return -10 * torch.log10(error)
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -164,11 +171,23 @@ class FrameLosses:
         distance: PerceptualDistance | None,
         *,
         checkpoint: bool = False,
+        compiled: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum, and each loss with the gain in PSNR over the LR frames.
 
-        `distance` may be None where its weight is 0 (see `check`); `checkpoint` is `perceptual`'s.
+        `distance` may be None where its weight is 0 (see `check`); `checkpoint` is `perceptual`'s; with
+        `compiled` all else is compiled: on a card many passes over whole clips become few.
         """
+        of_pixels = _compiled(FrameLosses.of_pixels) if compiled else FrameLosses.of_pixels
+        total, terms = of_pixels(self, frames, hq, lr_frames)
+        if self.perceptual_weight and distance is not None:
+            picks = pick_frames(hq.shape[2], self.perceptual_frames, hq.device)
+            terms["perceptual"] = perceptual(frames, hq, distance, picks, checkpoint=checkpoint)
+            total = total + self.perceptual_weight * terms["perceptual"]
+        return total, terms
+
+    def of_pixels(self, frames: Tensor, hq: Tensor, lr_frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the same without the perceptual distance."""
         terms = {
             "pixel": pixel_loss(self.pixel, frames, hq),
             "difference": temporal_difference(
@@ -179,11 +198,9 @@ class FrameLosses:
         if self.structure_weight:
             terms["structure"] = structural_dissimilarity(frames, hq)
             total = total + self.structure_weight * terms["structure"]
-        if self.perceptual_weight and distance is not None:
-            picks = pick_frames(hq.shape[2], self.perceptual_frames, hq.device)
-            terms["perceptual"] = perceptual(frames, hq, distance, picks, checkpoint=checkpoint)
-            total = total + self.perceptual_weight * terms["perceptual"]
-        return total, {**terms, "gain_db": psnr(frames, hq) - psnr(lr_frames, hq)}
+        with torch.no_grad():
+            terms["gain_db"] = psnr(frames, hq) - psnr(lr_frames, hq)
+        return total, terms
 
     def check(self, distance: PerceptualDistance | None) -> None:
         """Raise InputError where a perceptual distance is wanted but not given."""

@@ -202,6 +202,7 @@ class Stage:
     border_weight: float = 0.0  # of differences across latent borders, beyond the others'
     structure_weight: float = 0.0  # of 1 - SSIM
     perceptual_weight: float = 0.0
+    perceptual_frames: int = 3  # of each clip, drawn anew every step
     hard_lr_share: float = 0.0  # samples whose LR is blurred away before the decoder, so that latents matter
     latent_noise: float = 0.3  # autoencoder: deviation of noise on the latents of half of the samples
     no_latent_share: float = 0.0  # autoencoder: of the samples with good LR, those decoded without latents
@@ -217,7 +218,7 @@ class Stage:
 
     @property
     def frame_losses(self) -> FrameLosses:
-        """Return the losses of decoded frames; the perceptual one looks at three frames of a clip."""
+        """Return the losses of decoded frames."""
         return FrameLosses(
             "charbonnier",
             self.perceptual_weight,
@@ -226,7 +227,7 @@ class Stage:
             border_weight=self.border_weight,
             still_softness=self.still_softness,
             structure_weight=self.structure_weight,
-            perceptual_frames=3,
+            perceptual_frames=self.perceptual_frames,
         )
 
 
@@ -302,14 +303,16 @@ def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     return loss
 
 
-def control_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
+def control_loss(
+    model: NanoTraining, stage: Stage, distance: PerceptualDistance | None, *, compiled: bool = False
+) -> LossFunction:
     """Return the loss of the decoder alone."""
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
         shape = (hq.shape[0], nano().latent_channels, stage.latents, hq.shape[3] // 16, hq.shape[4] // 16)
         latents = torch.zeros(shape, device=hq.device)
         _, frames = model.decoder.step(model.decoder.start(), latents, lr)
-        total, terms = stage.frame_losses(frames, hq, lr, distance)
+        total, terms = stage.frame_losses(frames, hq, lr, distance, compiled=compiled)
         return {"loss": total, **terms}
 
     return loss
@@ -352,7 +355,9 @@ def teacher_loss(model: NanoTraining, stage: Stage) -> LossFunction:
     return loss
 
 
-def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance | None) -> LossFunction:
+def joint_loss(
+    model: NanoTraining, stage: Stage, distance: PerceptualDistance | None, *, compiled: bool = False
+) -> LossFunction:
     """Return pixels, frame differences, latents and (if wanted) a perceptual distance of a rollout."""
     plan, through = stage.plan, stage.through_history
 
@@ -371,7 +376,8 @@ def joint_loss(model: NanoTraining, stage: Stage, distance: PerceptualDistance |
             """Return the losses of block `index` and those after it."""
             first, frame = plan.first_latent(index), plan.first_frame(index)
             latent = F.mse_loss(latents[:, :, first:], target[:, :, first:])
-            total, terms = losses(frames[:, :, frame:], hq[:, :, frame:], lr[:, :, frame:], distance)
+            clips = (x[:, :, frame:] for x in (frames, hq, lr))
+            total, terms = losses(*clips, distance, compiled=compiled)
             return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
 
         losses = from_block(0, stage.frame_losses)
@@ -410,17 +416,24 @@ class NanoObjective:
     """A stage of the short form as the loop sees it: one player, one update a step."""
 
     def __init__(
-        self, name: str, model: NanoTraining, stage: Stage, distance: PerceptualDistance | None = None
+        self,
+        name: str,
+        model: NanoTraining,
+        stage: Stage,
+        distance: PerceptualDistance | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
+        """Set up the stage; `compiled`: its losses are compiled."""
         both: list[nn.Module] = [model.generator, *([model.decoder] if stage.train_decoder else [])]
         stages: dict[str, tuple[list[nn.Module], Callable[[], LossFunction]]] = {
             "autoencoder": ([model.encoder, model.decoder], lambda: autoencoder_loss(model, stage)),
-            "control": ([model.decoder], lambda: control_loss(model, stage, distance)),
-            "control_polish": ([model.decoder], lambda: control_loss(model, stage, distance)),
+            "control": ([model.decoder], lambda: control_loss(model, stage, distance, compiled=compiled)),
+            "control_polish": ([model.decoder], lambda: control_loss(model, stage, distance, compiled=compiled)),
             "generator": ([model.generator], lambda: generator_loss(model, stage)),
             "teacher": ([model.generator], lambda: teacher_loss(model, stage)),
-            "joint": (both, lambda: joint_loss(model, stage, distance)),
-            "polish": (both, lambda: joint_loss(model, stage, distance)),
+            "joint": (both, lambda: joint_loss(model, stage, distance, compiled=compiled)),
+            "polish": (both, lambda: joint_loss(model, stage, distance, compiled=compiled)),
         }
         trained, loss_function = stages[name]
         self._loss = loss_function()

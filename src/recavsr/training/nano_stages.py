@@ -81,13 +81,17 @@ class NanoStage2(Stage2Objective):
         distance: PerceptualDistance | None,
         settings: Stage2Settings,
         msq: MSQConfig = NANO_MSQ,
+        *,
+        compiled: bool = False,
     ) -> None:
         nano.requires_grad_(False)
         nano.generator.requires_grad_(True)
         nano.prompt.requires_grad_(True)
         discriminator = MSQDiscriminator.of(nano.generator, nano.prompt, msq)
         model = Stage2Model(nano.generator, nano.prompt, discriminator, nano.decoder)
-        super().__init__(model, nano.encode, partial(decode_blocks, nano.decoder), distance, settings)
+        # Generated latents are cut from their history, the decoder's own is not: it learns what to keep.
+        decode = partial(decode_blocks, nano.decoder, through_history=True)
+        super().__init__(model, nano.encode, decode, distance, settings, compiled=compiled)
         self.nano = nano
 
 
@@ -95,11 +99,16 @@ class NanoDecoder(DecoderObjective):
     """Decoder training (Appendix B.4): nano's decoder on the latents of its own encoder, which rests."""
 
     def __init__(
-        self, nano: NanoTraining, distance: PerceptualDistance | None, settings: DecoderSettings
+        self,
+        nano: NanoTraining,
+        distance: PerceptualDistance | None,
+        settings: DecoderSettings,
+        *,
+        compiled: bool = False,
     ) -> None:
         nano.requires_grad_(False)
         nano.decoder.requires_grad_(True)
-        super().__init__(nano.decoder, nano.encode, distance, settings)
+        super().__init__(nano.decoder, nano.encode, distance, settings, compiled=compiled)
         self.nano = nano
 
 

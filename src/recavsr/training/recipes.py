@@ -87,7 +87,8 @@ def nano_stage(
 
 def _build_nano(name: str, stage: Stage, opens: OpenNano, setup: Setup) -> Objective:
     model = _on_device(opens, setup)
-    return NanoObjective(name, model, stage, setup.distance(stage.perceptual_weight))
+    distance = setup.distance(stage.perceptual_weight)
+    return NanoObjective(name, model, stage, distance, compiled=setup.compiled)
 
 
 def _on_device(opens: OpenNano, setup: Setup) -> NanoTraining:
@@ -150,7 +151,7 @@ def stage2_stage(
 
     def build(setup: Setup) -> Objective:
         distance = setup.distance(settings.frames.perceptual_weight)
-        return NanoStage2(_on_device(opens, setup), distance, settings, msq)
+        return NanoStage2(_on_device(opens, setup), distance, settings, msq, compiled=setup.compiled)
 
     facts = {"settings": asdict(settings), "msq": asdict(msq)}
     return RecipeStage(
@@ -166,7 +167,7 @@ def decoder_stage(
 
     def build(setup: Setup) -> Objective:
         distance = setup.distance(settings.frames.perceptual_weight)
-        return NanoDecoder(_on_device(opens, setup), distance, settings)
+        return NanoDecoder(_on_device(opens, setup), distance, settings, compiled=setup.compiled)
 
     facts = {"settings": asdict(settings)}
     return RecipeStage(

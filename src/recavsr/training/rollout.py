@@ -77,6 +77,9 @@ def decode_blocks(
     With `through_history` gradients flow on into the blocks before. With `checkpoint` a block keeps only
     its inputs, and computes again in the backward pass.
     """
+    if through_history and not checkpoint:
+        # A latent sees none after it: the whole clip at once is the same, in larger products.
+        return decoder.step(decoder.start(), torch.cat(blocks, dim=2), lr_frames)[1]
     step = partial(recompute, decoder.step) if checkpoint else decoder.step
     state, pieces = decoder.start(), []
     for index, latents in enumerate(blocks):

@@ -53,7 +53,8 @@ class Setup:
             return None
         from recavsr.evaluation.lpips import LPIPS
 
-        return LPIPS(net="vgg", weights=self.lpips).to(self.world.device)
+        distance = LPIPS(net="vgg", weights=self.lpips).to(self.world.device)
+        return torch.compile(distance, fullgraph=True, dynamic=False) if self.compiled else distance
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,10 @@ class Stage2Objective:
         decode: Decode,
         distance: PerceptualDistance | None,
         settings: Stage2Settings,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """Set up the players; `distance` (LPIPS) may be None where its weight is 0.
+        """Set up the players; `distance` (LPIPS) may be None where its weight is 0. `compiled`: the losses are.
 
         `decode` may be the frozen VAE decoder or `partial(decode_blocks, decoder)`. A decoder in the
         model is frozen here unless `settings.train_decoder`. Raises InputError where something is missing.
@@ -142,7 +144,7 @@ class Stage2Objective:
         if settings.hard_lr_share and not settings.train_decoder:
             raise InputError("hard_lr_share is for a decoder that is trained along: set train_decoder, or 0")
         self.model, self.settings, self.batches = model, settings, settings.batches
-        self.encode, self.decode, self.distance = encode, decode, distance
+        self.encode, self.decode, self.distance, self.compiled = encode, decode, distance, compiled
         generator = trained_parameters(model.generator, model.prompt)
         if model.decoder is not None:
             model.decoder.requires_grad_(settings.train_decoder)
@@ -242,7 +244,8 @@ class Stage2Objective:
         settings = self.settings
         lr, _ = with_hard_share(batch.lr, settings.hard_lr_share)
         frames = self.decode(split_blocks(latents, plan), lr, plan)
-        return settings.frames(frames, batch.hq, batch.lr, self.distance, checkpoint=settings.checkpoint)
+        ways = {"checkpoint": settings.checkpoint, "compiled": self.compiled}
+        return settings.frames(frames, batch.hq, batch.lr, self.distance, **ways)
 
 
 def trained_parameters(*parts: nn.Module | nn.Parameter) -> tuple[nn.Parameter, ...]:
