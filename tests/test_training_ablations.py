@@ -143,6 +143,10 @@ def test_the_other_variants_start_from_what_is_given(start: Path) -> None:
     assert not without.nano.decoder.config.lr_conditioning
     assert not torch.equal(without.nano.decoder.lr_stem.weight, saved.decoder.lr_stem.weight)
     assert torch.equal(without.nano.decoder.latents_mean, saved.decoder.latents_mean)
+    wide, deep = (built(f"generator-{name}", start)._nano for name in ("wide", "deep"))
+    assert (wide.generator.config.width, deep.generator.config.layers) == (384, 12)
+    assert torch.equal(deep.decoder.lr_stem.weight, saved.decoder.lr_stem.weight)
+    assert torch.equal(deep.latents_std, saved.latents_std)
     stage = built("all-four", start).stage
     assert (stage.plan.first, stage.later_weight, stage.through_history) == (2, 2.0, True)
 
@@ -232,16 +236,18 @@ def test_validation_pairs_are_held_back_and_alike_every_time(bench: Bench) -> No
 
 @pytest.fixture(scope="module")
 def results(bench: Bench) -> list[dict]:
-    names = ["no-recycling", "routed", "decoder-no-lr", "scope-all", "all-four"]
+    names = ["no-recycling", "routed", "decoder-no-lr", "scope-all", "generator-wide", "all-four"]
     said: list[str] = []
     ablations.run_jobs(chosen_jobs(names, [0]), bench, say=said.append)
-    assert sum("done in" in line for line in said) == 5
+    assert sum("done in" in line for line in said) == 6
     return read_results([bench.out / "results.jsonl"])
 
 
 def test_a_run_of_several(results: list[dict], bench: Bench) -> None:
     by_name = {result["variant"]: result for result in results}
-    assert set(by_name) == {"no-recycling", "routed", "decoder-no-lr", "scope-all", "all-four"}
+    assert set(by_name) == {
+        "no-recycling", "routed", "decoder-no-lr", "scope-all", "generator-wide", "all-four"
+    }  # fmt: skip
     for result in results:
         assert all(steps >= 1 for steps in result["steps"].values())
         whole = [row for row in result["rows"] if row["model"] == "whole"]

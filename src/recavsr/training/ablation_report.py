@@ -173,6 +173,22 @@ TABLES: dict[str, Table] = {
         ),
         (("decoder", "decoder-no-lr"),),
     ),
+    "generator": Table(
+        "A stronger generator",
+        "Not in the paper. A fresh generator with W2 in every layer: latents by their squared error, then "
+        "frames through the decoder that nano's own generator was trained with, which rests.",
+        {"generator": "As nano", "generator-wide": "Wider", "generator-deep": "Deeper"},
+        (
+            _PSNR,
+            _SSIM,
+            _LPIPS,
+            _FLICKER,
+            _cost("parameters (M)", "generator_parameters", ".1f", 1e6),
+            *_HELD_OUT,
+            _STEPS,
+        ),
+        (("generator-wide", "generator"), ("generator-deep", "generator")),
+    ),
     "history": Table(
         "Ways of training that may give history a worth",
         "Worth, in the frames after the first block: against the same weights that forget at every block. "

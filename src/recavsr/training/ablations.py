@@ -50,7 +50,7 @@ from recavsr.training.batches import BatchSource, PoolSource
 from recavsr.training.discriminator import NANO_MSQ, Scope
 from recavsr.training.distributed import World
 from recavsr.training.loop import RunSettings
-from recavsr.training.nano import PLAN, NanoTraining, Stage, joint_stage
+from recavsr.training.nano import PLAN, NanoTraining, Stage, generator_stage, joint_stage
 from recavsr.training.nano_stages import ROUTE, Stage1Sizes, decoder_settings, stage2_settings
 from recavsr.training.objective import BatchSettings
 from recavsr.training.recipes import (
@@ -191,6 +191,16 @@ def _decoder(lr_conditioning: bool, micro: Micro, route: Schedule | None) -> tup
     return (decoder_stage(micro.run(1), settings, partial(_fresh_decoder, lr_conditioning)),)
 
 
+def _sized(changes: dict[str, Any], micro: Micro, route: Schedule | None) -> tuple[RecipeStage, ...]:
+    """A fresh generator: latents by their squared error, then frames through the frozen decoder."""
+    layers, heads = changes.get("layers", nano().layers), changes.get("heads", nano().heads)
+    sizes = changes | {"lr_hidden": (nano().lr_hidden[0], heads * nano().head_width)}
+    schedule = Schedule.uniform(layers, CacheAction(_R), NANO_SCHEDULE.anchor_rule)
+    opens = partial(_fresh_generator, replace(nano(), schedule=schedule, **sizes))
+    latents = replace(generator_stage(), latents=micro.latents, batch=2 * micro.clips)
+    return nano_stage("generator", micro.run(8 / 15), latents, opens), _joint(micro)
+
+
 def _rollout(changes: dict[str, Any], micro: Micro, route: Schedule | None) -> tuple[RecipeStage, ...]:
     return (nano_stage("joint", micro.run(1), micro.joint(**changes)),)
 
@@ -223,6 +233,10 @@ VARIANTS: dict[str, Variant] = {
         Variant("scope-all", "scopes", "all three", partial(_scoped, ("global", "spatial", "temporal"))),
         Variant("decoder", "decoder", "LR frames given", partial(_decoder, True), reconstructs=True),
         Variant("decoder-no-lr", "decoder", "LR frames zeros", partial(_decoder, False), reconstructs=True),
+        Variant("generator", "generator", "6 layers of 256 channels, as nano", partial(_sized, {})),
+        Variant("generator-wide", "generator", "6 layers of 384 channels",
+                partial(_sized, {"heads": 6, "ffn_width": 1152})),
+        Variant("generator-deep", "generator", "12 layers of 256 channels", partial(_sized, {"layers": 12})),
         _history("as-nano", "rollouts as in nano's joint stage"),
         _history("short-first", "rollouts of 2 + 2 + ... latents", _SHORT),
         _history("later-weight", "a second loss of the blocks after the first, weight 2", _LATER),
@@ -409,6 +423,7 @@ def _measure(job: Job, bench: Bench, pairs: Sequence[ValidationPair], lpips: LPI
             rows.append(row | {"degradation": f"held-out {row['degradation']}"})
     config = model.generator.config
     found: dict[str, Any] = {"schedule": config.schedule.to_config(), **cost(config)}
+    found["generator_parameters"] = sum(parameter.numel() for parameter in model.generator.parameters())
     if variant.reconstructs:
         nano_training = NanoTraining.starting_from(folder).to(bench.device).requires_grad_(False)
         rows += _reconstruct(nano_training, pairs, lpips)
