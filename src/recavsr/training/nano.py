@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -376,8 +377,8 @@ def joint_loss(
             """Return the losses of block `index` and those after it."""
             first, frame = plan.first_latent(index), plan.first_frame(index)
             latent = F.mse_loss(latents[:, :, first:], target[:, :, first:])
-            clips = (x[:, :, frame:] for x in (frames, hq, lr))
-            total, terms = losses(*clips, distance, compiled=compiled)
+            made, true, given = (x[:, :, frame:] for x in (frames, hq, lr))
+            total, terms = losses(made, true, given, distance, compiled=compiled)
             return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
 
         losses = from_block(0, stage.frame_losses)
@@ -426,14 +427,16 @@ class NanoObjective:
     ) -> None:
         """Set up the stage; `compiled`: its losses are compiled."""
         both: list[nn.Module] = [model.generator, *([model.decoder] if stage.train_decoder else [])]
+        control = partial(control_loss, model, stage, distance, compiled=compiled)
+        joint = partial(joint_loss, model, stage, distance, compiled=compiled)
         stages: dict[str, tuple[list[nn.Module], Callable[[], LossFunction]]] = {
             "autoencoder": ([model.encoder, model.decoder], lambda: autoencoder_loss(model, stage)),
-            "control": ([model.decoder], lambda: control_loss(model, stage, distance, compiled=compiled)),
-            "control_polish": ([model.decoder], lambda: control_loss(model, stage, distance, compiled=compiled)),
+            "control": ([model.decoder], control),
+            "control_polish": ([model.decoder], control),
             "generator": ([model.generator], lambda: generator_loss(model, stage)),
             "teacher": ([model.generator], lambda: teacher_loss(model, stage)),
-            "joint": (both, lambda: joint_loss(model, stage, distance, compiled=compiled)),
-            "polish": (both, lambda: joint_loss(model, stage, distance, compiled=compiled)),
+            "joint": (both, joint),
+            "polish": (both, joint),
         }
         trained, loss_function = stages[name]
         self._loss = loss_function()

@@ -133,8 +133,9 @@ class Stage2Objective:
         *,
         compiled: bool = False,
     ) -> None:
-        """Set up the players; `distance` (LPIPS) may be None where its weight is 0. `compiled`: the losses are.
+        """Set up the players; `distance` (LPIPS) may be None where its weight is 0.
 
+        `compiled`: the losses are.
         `decode` may be the frozen VAE decoder or `partial(decode_blocks, decoder)`. A decoder in the
         model is frozen here unless `settings.train_decoder`. Raises InputError where something is missing.
         """
