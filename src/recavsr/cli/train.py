@@ -50,7 +50,7 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, noise and data.")] = 0,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights, file or folder.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers first.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile layers and losses first.")] = False,
     device: options.OneDevice = "auto",
     json_lines: options.JsonLines = False,
 ) -> None:

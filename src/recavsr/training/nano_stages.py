@@ -123,10 +123,9 @@ def decoder_settings() -> DecoderSettings:
 
 def stage2_settings() -> Stage2Settings:
     """Return the settings of nano's Stage 2: clips of 14 latents, frame losses as in the short form."""
-    polish = polish_stage()
     return replace(
         nano_stage2(),
         batches=BatchSettings(clips=11, frames=53),
-        frames=polish.frame_losses,
-        hard_lr_share=polish.hard_lr_share,
+        frames=replace(polish_stage(), perceptual_frames=3).frame_losses,
+        hard_lr_share=0.2,
     )

@@ -187,7 +187,7 @@ def _timed(seconds: float) -> RunSettings:
 
 
 def nano_full() -> Recipe:
-    """nano: a decoder alone, latents added to it, then the paper's stages. 33 minutes on one large card."""
+    """nano: a decoder alone, latents added to it, then the paper's stages. 38 minutes on one large card."""
     joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
         nano_stage("control", _timed(430)),
@@ -196,8 +196,8 @@ def nano_full() -> Recipe:
         stage1_stage("adaptation", _timed(120)),
         stage1_stage("routing", _timed(100)),
         nano_stage("joint", _timed(520), joint),
-        nano_stage("polish", _timed(170), polish),
-        stage2_stage(_timed(370)),
+        nano_stage("polish", _timed(560), polish),
+        stage2_stage(_timed(280)),
     )
     return Recipe(about(nano_full), stages, NANO_PAIRS)
 
