@@ -437,7 +437,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-KINDS = ("plain", "rollout_replicated", "rollout_sharded")
+KINDS = ("plain", "capped", "rollout_replicated", "rollout_sharded")
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +462,7 @@ def test_two_processes_are_one_with_the_whole_batch(shared_runs: Path, kind: str
     trained, wanted = weights_of(two), weights_of(one)
     assert set(trained) == set(wanted)
     for name, value in trained.items():
-        torch.testing.assert_close(Tensor(value), Tensor(wanted[name]), rtol=1e-3, atol=2e-4, msg=name)
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(wanted[name]), rtol=1e-3, atol=2e-4, msg=name)
 
 
 def test_a_sharded_run_resumes_on_one_process(shared_runs: Path, tmp_path: Path) -> None:

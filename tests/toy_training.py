@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recavsr.training.adversarial import GradientBalance
 from recavsr.training.distributed import World, join, mesh, shard, whole_state
 from recavsr.training.loop import RunSettings, train
 from recavsr.training.objective import Batch, BatchSettings, Losses, OptimizerSettings, Player
@@ -83,6 +84,23 @@ class ToyGan:
         return self.generator(batch.lr.movedim(1, -1)).movedim(-1, 1)
 
 
+class CappedGan(ToyGan):
+    """The same with a cap on the discriminator's gradient, going by the step before."""
+
+    def __init__(self) -> None:
+        super().__init__(noise=0.0)
+        self.balance = GradientBalance()
+        self.model.add_module("balance", self.balance)
+
+    def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
+        hq, lr = (x.movedim(1, -1) for x in batch)
+        judged, rebuilt = self.balance.split(self.generator(lr), cap=0.02)
+        yield "d", {"loss": (self.discriminator(hq) - 1).square().mean()}
+        pixel, share = (rebuilt - hq).square().mean(), self.balance.share()
+        yield "g", {"loss": pixel + (self.discriminator(judged) - 1).square().mean(), "share": share}
+        self.balance.agree()
+
+
 class TinyRollout:
     """Self-rollout of the tiny generator, for sharding: it is entered by `condition` and `step`."""
 
@@ -130,6 +148,8 @@ def main(kinds: str, out: Path, steps: int) -> None:
     with join(torch.device("cpu")) as world:
         for kind in kinds.split(","):
             objective: Any = ToyGan(noise=0.1 if kind == "noisy" else 0.0)
+            if kind == "capped":
+                objective = CappedGan()
             if kind.startswith("rollout"):
                 objective = TinyRollout(world, sharded=kind == "rollout_sharded" and world.size > 1)
             torch.manual_seed(world.rank)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -98,3 +99,17 @@ class GradientBalance(nn.Module):
         judged.register_hook(of_adversarial)
         rebuilt.register_hook(of_reconstruction)
         return judged, rebuilt
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Make both norms those of the whole batch where several processes share it (root mean squares).
+
+        Every process must call it, after `backward`. Else each would cap its own part by its own share, and
+        a resumed run go on with the first one's.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        squares = torch.stack([self.adversarial, self.reconstruction]).square()
+        dist.all_reduce(squares)
+        for norm, square in zip((self.adversarial, self.reconstruction), squares / dist.get_world_size()):
+            norm.copy_(square.sqrt())

@@ -202,6 +202,7 @@ class Stage2Objective:
                 **terms,
             },
         )
+        model.balance.agree()
 
     def sample(self, batch: Batch) -> Tensor:
         """Return the frames [B, 3, F, s H, s W] of a rollout, for pictures; of clips and of images."""
