@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recavsr.errors import InputError
 from recavsr.training.checkpoints import Checkpoints, Position, complete
@@ -462,8 +462,7 @@ def test_two_processes_are_one_with_the_whole_batch(shared_runs: Path, kind: str
     trained, wanted = weights_of(two), weights_of(one)
     assert set(trained) == set(wanted)
     for name, value in trained.items():
-        both = torch.tensor(value), torch.tensor(wanted[name])
-        torch.testing.assert_close(*both, rtol=1e-3, atol=2e-4, msg=name)
+        torch.testing.assert_close(Tensor(value), Tensor(wanted[name]), rtol=1e-3, atol=2e-4, msg=name)
 
 
 def test_a_sharded_run_resumes_on_one_process(shared_runs: Path, tmp_path: Path) -> None:

@@ -90,14 +90,15 @@ class CappedGan(ToyGan):
     def __init__(self) -> None:
         super().__init__(noise=0.0)
         self.balance = GradientBalance()
-        self.model.add_module("balance", self.balance)
 
     def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
         hq, lr = (x.movedim(1, -1) for x in batch)
         judged, rebuilt = self.balance.split(self.generator(lr), cap=0.02)
         yield "d", {"loss": (self.discriminator(hq) - 1).square().mean()}
         pixel, share = (rebuilt - hq).square().mean(), self.balance.share()
-        yield "g", {"loss": pixel + (self.discriminator(judged) - 1).square().mean(), "share": share}
+        weights = (40 * hq.mean((1, 2, 3, 4), keepdim=True)).exp()  # clips differ, and so do processes' parts
+        adversarial = (weights * (self.discriminator(judged) - 1).square()).mean()
+        yield "g", {"loss": pixel + adversarial, "share": share}
         self.balance.agree()
 
 
