@@ -137,7 +137,7 @@ def test_a_bad_file_of_a_folder_is_named_and_the_rest_is_done(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["clip.mp4", "o.mp4", "--preset", "awful"], "choose one of mild, medium, heavy"),
+        (["clip.mp4", "o.mp4", "--preset", "awful"], "choose one of clean, mild, medium, heavy"),
         (["nothing.mp4", "o.mp4"], "no such file"),
         (["nothing.mp4", "o", "--pairs"], "no such file"),
         (["clip.mp4", "o.txt"], "can't write .txt"),

@@ -360,12 +360,13 @@ def test_harder_presets_are_harder() -> None:
         clip, D.DegradationRecord("none", 4, 5, (D.Resize("area", still(1, 5), True),))
     ).float()
     errors = {}
-    for name in D.TRAINING_MIX:
+    for name in ("clean", *D.TRAINING_MIX):
         lrs = [
             D.apply_degradation(clip, D.sample_degradation(np.random.default_rng(i), name, 5))
             for i in range(24)
         ]
         errors[name] = float(np.mean([(lr.float() - target).abs().mean() for lr in lrs]))
+    assert errors["clean"] < 0.7 * errors["mild"]
     assert errors["mild"] < 0.7 * errors["medium"]
     assert errors["medium"] < 0.8 * errors["heavy"]
 
@@ -445,7 +446,7 @@ def test_a_picture_is_a_clip_of_one_frame(preset: str) -> None:
 
 
 def test_bad_requests_are_refused() -> None:
-    with pytest.raises(InputError, match="choose one of mild, medium, heavy"):
+    with pytest.raises(InputError, match="choose one of clean, mild, medium, heavy"):
         D.sample_degradation(np.random.default_rng(0), "awful", 5)
     with pytest.raises(InputError, match="mild or heavy"):
         D.fixed_degradation("medium", 5)

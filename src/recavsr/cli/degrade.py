@@ -31,7 +31,7 @@ def command(
     preset: Annotated[
         str,
         typer.Option(
-            help="mild, medium, heavy (RealBasicVSR with more shot noise), realbasicvsr, realesrgan; or the "
+            help="clean, mild, medium, heavy (RealBasicVSR with more shot noise), realbasicvsr, realesrgan; or the "
             "fixed ones of the result tables: test_mild, test_heavy."
         ),
     ] = "medium",

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import code_clip
 
-PRESETS = ("mild", "medium", "heavy", "realbasicvsr", "realesrgan")
+PRESETS = ("clean", "mild", "medium", "heavy", "realbasicvsr", "realesrgan")
 TRAINING_MIX = {"mild": 0.35, "medium": 0.45, "heavy": 0.20}
 SCALE_MIX = {4: 0.8, 3: 0.1, 2: 0.1}
 FILTERS = ("bilinear", "area", "bicubic", "antialiased")
@@ -349,7 +349,17 @@ def _mild_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
     return stages
 
 
+def _clean_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
+    stages: list[Stage] = [
+        Resize(str(rng.choice(FILTERS, p=(0.1, 0.4, 0.1, 0.4))), (1.0,) * frames, to_lr=True)
+    ]
+    if rng.random() < 0.5:
+        stages.append(Codec("libx264", round(float(rng.uniform(8, 16)), 1), None, "fast"))
+    return stages
+
+
 _DRAWS: dict[str, Callable[[np.random.Generator, int], list[Stage]]] = {
+    "clean": _clean_stages,
     "mild": _mild_stages,
     "medium": _medium_stages,
     "heavy": _heavy_stages,
@@ -373,7 +383,7 @@ def sample_degradation(
 ) -> DegradationRecord:
     """Draw how a clip of `frames` frames is degraded.
 
-    preset: "mild" (clean small video: mild blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24),
+    preset: "clean" (made smaller, in half of the clips H.264 crf 8 to 16), "mild" (good small video: mild blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24),
     "medium" (blur to 2.2, noise to 10, JPEG 55 to 95, H.264 crf 18 to 32), "heavy" (RealBasicVSR in
     full, Poisson noise in [0, 1]), "realbasicvsr" (the same with Poisson noise in grey levels, as its code
     has it: 16 times weaker) or "realesrgan". Raises InputError for another name.
