@@ -31,8 +31,8 @@ def command(
     preset: Annotated[
         str,
         typer.Option(
-            help="clean, mild, medium, heavy (RealBasicVSR with more shot noise), realbasicvsr, realesrgan; or the "
-            "fixed ones of the result tables: test_mild, test_heavy."
+            help="clean, mild, medium, heavy (RealBasicVSR with more shot noise), realbasicvsr, realesrgan; "
+            "or the fixed ones of the result tables: test_mild, test_heavy."
         ),
     ] = "medium",
     scale: Annotated[int, typer.Option(min=1, help="How many times smaller the sides get.")] = 4,

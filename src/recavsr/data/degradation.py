@@ -383,10 +383,11 @@ def sample_degradation(
 ) -> DegradationRecord:
     """Draw how a clip of `frames` frames is degraded.
 
-    preset: "clean" (made smaller, in half of the clips H.264 crf 8 to 16), "mild" (good small video: mild blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24),
-    "medium" (blur to 2.2, noise to 10, JPEG 55 to 95, H.264 crf 18 to 32), "heavy" (RealBasicVSR in
-    full, Poisson noise in [0, 1]), "realbasicvsr" (the same with Poisson noise in grey levels, as its code
-    has it: 16 times weaker) or "realesrgan". Raises InputError for another name.
+    preset: "clean" (made smaller, in half of the clips H.264 crf 8 to 16), "mild" (good small video: mild
+    blur, noise to 3, JPEG 75 to 95 or H.264 crf 14 to 24), "medium" (blur to 2.2, noise to 10, JPEG 55 to
+    95, H.264 crf 18 to 32), "heavy" (RealBasicVSR in full, Poisson noise in [0, 1]), "realbasicvsr" (the
+    same with Poisson noise in grey levels, as its code has it: 16 times weaker) or "realesrgan".
+    Raises InputError for another name.
     """
     draw = _DRAWS.get(preset)
     if draw is None:
