@@ -22,10 +22,14 @@ from recavsr.data.degradation import apply_degradation, fixed_degradation
 from recavsr.evaluation import metrics
 from recavsr.evaluation.environment import environment
 from recavsr.evaluation.lpips import LPIPS
-from recavsr.evaluation.protocol import QUICK, held_out_clips, lpips_frames, read_truth
+from recavsr.evaluation.protocol import (
+    QUICK,
+    held_out_clips,
+    lpips_frames,
+    read_truth,
+    session_upscaler,
+)
 from recavsr.stream.load import load
-from recavsr.stream.session import Session
-from recavsr.stream.step import BlockModel
 
 FRAMES, SIDE = 21, 312  # a first block; the side is even in LR frames of each factor
 CASES = tuple((factor, name) for factor in (2, 3, 4) for name in ("mild", "clean"))
@@ -44,12 +48,6 @@ def lr_of(truth: np.ndarray, factor: int, name: str) -> np.ndarray:
     clip = torch.from_numpy(truth).permute(0, 3, 1, 2) / 255
     lr = apply_degradation(clip, fixed_degradation(name, len(truth), factor))
     return lr.permute(0, 2, 3, 1).contiguous().numpy()
-
-
-def upscaled(model: BlockModel, frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Stream frames through the model to (H, W)."""
-    session = Session(model, frames.shape[1:3], size)
-    return np.concatenate([*session.push(frames), *session.flush()])
 
 
 def main() -> None:
@@ -73,9 +71,9 @@ def main() -> None:
             lr = lr_of(truth, factor, name)
             made = {"bicubic": resized(lr, size, cv2.INTER_CUBIC)}
             for called, model in models.items():
-                made[f"{called}, direct"] = upscaled(model, lr, size)
+                made[f"{called}, direct"] = session_upscaler(model, called, factor=factor).run(lr)
                 if factor < 4:
-                    large = upscaled(model, lr, (4 * lr.shape[1], 4 * lr.shape[2]))
+                    large = session_upscaler(model, called).run(lr)
                     made[f"{called}, by way of x4"] = resized(large, size, cv2.INTER_AREA)
             for way, output in made.items():
                 row = {"clip": clip.stem, "factor": factor, "input": name, "way": way}

@@ -273,7 +273,8 @@ def test_differences_across_latent_borders_count_more() -> None:
     assert outer == pytest.approx((3 * 0.5 + 6 * 1e-3 + 3e-3) / 8, rel=1e-3)
 
 
-def test_compiled_losses_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_compiled_losses_are_the_same(checkpoint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
     monkeypatch.setattr(losses, "_compiled", compile_)
     measure = nano.polish_stage().frame_losses
@@ -287,7 +288,8 @@ def test_compiled_losses_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         distance = compile_(lpips) if compiled else lpips
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
-            total, terms = measure(frames, hq, hq, distance, compiled=compiled)
+            ways = {"checkpoint": checkpoint, "compiled": compiled}
+            total, terms = measure(frames, hq, hq, distance, **ways)
         (gradient,) = torch.autograd.grad(total, frames)
         results.append((total.detach(), terms, gradient))
     torch.testing.assert_close(*results)

@@ -191,12 +191,18 @@ def _decoder(lr_conditioning: bool, micro: Micro, route: Schedule | None) -> tup
     return (decoder_stage(micro.run(1), settings, partial(_fresh_decoder, lr_conditioning)),)
 
 
-def _sized(changes: dict[str, Any], micro: Micro, route: Schedule | None) -> tuple[RecipeStage, ...]:
+def _sized(layers: int, heads: int, micro: Micro, route: Schedule | None) -> tuple[RecipeStage, ...]:
     """A fresh generator: latents by their squared error, then frames through the frozen decoder."""
-    layers, heads = changes.get("layers", nano().layers), changes.get("heads", nano().heads)
-    sizes = changes | {"lr_hidden": (nano().lr_hidden[0], heads * nano().head_width)}
-    schedule = Schedule.uniform(layers, CacheAction(_R), NANO_SCHEDULE.anchor_rule)
-    opens = partial(_fresh_generator, replace(nano(), schedule=schedule, **sizes))
+    made = nano()
+    config = replace(
+        made,
+        layers=layers,
+        heads=heads,
+        ffn_width=made.ffn_width * heads // made.heads,
+        lr_hidden=(made.lr_hidden[0], heads * made.head_width),
+        schedule=Schedule.uniform(layers, CacheAction(_R), NANO_SCHEDULE.anchor_rule),
+    )
+    opens = partial(_fresh_generator, config)
     latents = replace(generator_stage(), latents=micro.latents, batch=2 * micro.clips)
     return nano_stage("generator", micro.run(8 / 15), latents, opens), _joint(micro)
 
@@ -233,10 +239,9 @@ VARIANTS: dict[str, Variant] = {
         Variant("scope-all", "scopes", "all three", partial(_scoped, ("global", "spatial", "temporal"))),
         Variant("decoder", "decoder", "LR frames given", partial(_decoder, True), reconstructs=True),
         Variant("decoder-no-lr", "decoder", "LR frames zeros", partial(_decoder, False), reconstructs=True),
-        Variant("generator", "generator", "6 layers of 256 channels, as nano", partial(_sized, {})),
-        Variant("generator-wide", "generator", "6 layers of 384 channels",
-                partial(_sized, {"heads": 6, "ffn_width": 1152})),
-        Variant("generator-deep", "generator", "12 layers of 256 channels", partial(_sized, {"layers": 12})),
+        Variant("generator", "generator", "6 layers of 256 channels, as nano", partial(_sized, 6, 4)),
+        Variant("generator-wide", "generator", "6 layers of 384 channels", partial(_sized, 6, 6)),
+        Variant("generator-deep", "generator", "12 layers of 256 channels", partial(_sized, 12, 4)),
         _history("as-nano", "rollouts as in nano's joint stage"),
         _history("short-first", "rollouts of 2 + 2 + ... latents", _SHORT),
         _history("later-weight", "a second loss of the blocks after the first, weight 2", _LATER),

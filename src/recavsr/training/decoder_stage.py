@@ -77,8 +77,9 @@ class DecoderObjective:
             lr, _ = with_hard_share(batch.lr, settings.hard_lr_share)
         blocks = split_blocks(latents, settings.plan)
         frames = decode_blocks(self.model, blocks, lr, settings.plan, checkpoint=settings.checkpoint)
-        ways = {"checkpoint": settings.checkpoint, "compiled": self.compiled}
-        total, terms = settings.frames(frames, hq, batch.lr, self.distance, **ways)
+        total, terms = settings.frames(
+            frames, hq, batch.lr, self.distance, checkpoint=settings.checkpoint, compiled=self.compiled
+        )
         yield "decoder", {"loss": total, **terms}
 
     def sample(self, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from functools import partial
 from recavsr.geometry import BlockPlan
 from recavsr.training.decoder_stage import DecoderObjective, DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig, MSQDiscriminator
-from recavsr.training.losses import PerceptualDistance
+from recavsr.training.losses import FrameLosses, PerceptualDistance
 from recavsr.training.nano import PLAN, NanoTraining, polish_stage
 from recavsr.training.objective import BatchSettings, OptimizerSettings
 from recavsr.training.rollout import decode_blocks
@@ -112,12 +112,17 @@ class NanoDecoder(DecoderObjective):
         self.nano = nano
 
 
+def _frame_losses() -> FrameLosses:
+    """Return polish's losses for longer clips: LPIPS looks at three frames of each."""
+    return replace(polish_stage(), perceptual_frames=3).frame_losses
+
+
 def decoder_settings() -> DecoderSettings:
     """Return the settings of nano's decoder training."""
     return DecoderSettings(
         batches=BatchSettings(clips=16, frames=17),
         optimizer=OptimizerSettings(6e-4, cool_down=0.4),
-        frames=polish_stage().frame_losses,
+        frames=_frame_losses(),
     )
 
 
@@ -126,6 +131,6 @@ def stage2_settings() -> Stage2Settings:
     return replace(
         nano_stage2(),
         batches=BatchSettings(clips=11, frames=53),
-        frames=replace(polish_stage(), perceptual_frames=3).frame_losses,
+        frames=_frame_losses(),
         hard_lr_share=0.2,
     )

@@ -246,8 +246,14 @@ class Stage2Objective:
         settings = self.settings
         lr, _ = with_hard_share(batch.lr, settings.hard_lr_share)
         frames = self.decode(split_blocks(latents, plan), lr, plan)
-        ways = {"checkpoint": settings.checkpoint, "compiled": self.compiled}
-        return settings.frames(frames, batch.hq, batch.lr, self.distance, **ways)
+        return settings.frames(
+            frames,
+            batch.hq,
+            batch.lr,
+            self.distance,
+            checkpoint=settings.checkpoint,
+            compiled=self.compiled,
+        )
 
 
 def trained_parameters(*parts: nn.Module | nn.Parameter) -> tuple[nn.Parameter, ...]:
