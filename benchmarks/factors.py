@@ -4,7 +4,7 @@
 
 CLIPS is a folder with the held-out clips of the evaluation protocol. The middle of each is made smaller by
 the factor, under the tables' mild degradation or by area alone (`clean`), and brought back: by bicubic, by
-the model at that factor (`direct`), and by the model at x4 and then made smaller by area (`by way of x4`).
+the model at that factor (`direct`), and, below the model's native scale, by way of that.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from recavsr.evaluation.protocol import (
     held_out_clips,
     lpips_frames,
     read_truth,
-    session_upscaler,
 )
 from recavsr.stream.load import load
+from recavsr.stream.session import Session
+from recavsr.stream.step import BlockModel
 
 FRAMES, SIDE = 21, 312  # a first block; the side is even in LR frames of each factor
 CASES = tuple((factor, name) for factor in (2, 3, 4) for name in ("mild", "clean"))
@@ -48,6 +49,13 @@ def lr_of(truth: np.ndarray, factor: int, name: str) -> np.ndarray:
     clip = torch.from_numpy(truth).permute(0, 3, 1, 2) / 255
     lr = apply_degradation(clip, fixed_degradation(name, len(truth), factor))
     return lr.permute(0, 2, 3, 1).contiguous().numpy()
+
+
+def upscaled(model: BlockModel, lr: np.ndarray, factor: int, *, direct: bool = False) -> np.ndarray:
+    """Upscale LR frames by the factor."""
+    size = lr.shape[1], lr.shape[2]
+    session = Session(model, size, (factor * size[0], factor * size[1]), direct=direct)
+    return np.concatenate([*session.push(lr), *session.flush()])
 
 
 def main() -> None:
@@ -71,10 +79,9 @@ def main() -> None:
             lr = lr_of(truth, factor, name)
             made = {"bicubic": resized(lr, size, cv2.INTER_CUBIC)}
             for called, model in models.items():
-                made[f"{called}, direct"] = session_upscaler(model, called, factor=factor).run(lr)
-                if factor < 4:
-                    large = session_upscaler(model, called).run(lr)
-                    made[f"{called}, by way of x4"] = resized(large, size, cv2.INTER_AREA)
+                made[f"{called}, direct"] = upscaled(model, lr, factor, direct=True)
+                if factor < model.native_scale:
+                    made[f"{called}, by way of x{model.native_scale:g}"] = upscaled(model, lr, factor)
             for way, output in made.items():
                 row = {"clip": clip.stem, "factor": factor, "input": name, "way": way}
                 row["psnr"] = round(float(metrics.psnr(output, truth).mean()), 3)

@@ -8,7 +8,7 @@ import torch
 
 from recavsr.geometry import padded_size
 from recavsr.stream import blocks
-from recavsr.stream.blocks import prepare_lr_frames, to_picture
+from recavsr.stream.blocks import made_smaller, prepare_lr_frames, to_picture
 
 UINT8, UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 SIZES = [
@@ -109,3 +109,15 @@ def test_cuda_gives_what_the_cpu_gives(dtype: np.dtype) -> None:
     here, there = (prepare_lr_frames(frames, (64, 99), 32, device) for device in ("cpu", "cuda"))
     assert (there.cpu() - here).abs().max() <= (0 if dtype == UINT8 else 2.1 / 65535)
     assert np.array_equal(to_picture(here.cuda(), (64, 99), dtype), to_picture(here, (64, 99), dtype))
+
+
+def test_frames_are_made_smaller_without_aliases() -> None:
+    rows = torch.arange(64.0)
+    fine = torch.cos(rows * 3.0).expand(1, 3, 2, 48, 64)  # above what half as many columns can hold
+    coarse = torch.cos(rows * 0.2).expand(1, 3, 2, 48, 64)
+    small = made_smaller(fine.to(torch.bfloat16), (24, 32))
+    assert (small.shape, small.dtype) == ((1, 3, 2, 24, 32), torch.float32)
+    assert small[..., 4:-4].abs().max() < 0.1
+    expected = torch.cos((2 * torch.arange(32.0) + 0.5) * 0.2)
+    assert (made_smaller(coarse, (24, 32)) - expected)[..., 4:-4].abs().max() < 0.02
+    assert made_smaller(fine, (48, 64)) is fine

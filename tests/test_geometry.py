@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recavsr.geometry import BlockPlan, Grid, frames_of_latents, padded_size, scaled_size
+from recavsr.geometry import (
+    BlockPlan,
+    Grid,
+    frames_of_latents,
+    padded_size,
+    scaled_size,
+    working_size,
+)
 
 plans = st.builds(BlockPlan, st.integers(1, 8), st.integers(1, 4))
 
@@ -102,3 +109,24 @@ def test_padded_size(height: int, width: int, multiple: int) -> None:
     for side, padded in zip((height, width), padded_size(height, width, multiple)):
         assert padded % multiple == 0
         assert side <= padded < side + multiple
+
+
+@pytest.mark.parametrize(
+    ("out_size", "native_scale", "expected"),
+    [
+        ((200, 360), 4.0, (400, 720)),  # x2 goes by way of x4
+        ((100, 180), 4.0, (400, 720)),
+        ((60, 90), 4.0, (400, 720)),  # smaller than the source
+        ((400, 720), 4.0, (400, 720)),
+        ((360, 640), 4.0, (360, 640)),  # near enough
+        ((300, 540), 4.0, (400, 720)),
+        ((900, 1620), 4.0, (900, 1620)),
+        ((800, 360), 4.0, (800, 720)),  # one side only
+        ((200, 360), 0.0, (200, 360)),
+        ((1, 1), 0.0, (1, 1)),
+    ],
+)
+def test_small_enlargements_go_by_way_of_the_native_one(
+    out_size: tuple[int, int], native_scale: float, expected: tuple[int, int]
+) -> None:
+    assert working_size((100, 180), out_size, native_scale) == expected

@@ -479,14 +479,17 @@ def test_dropping_keeps_up_and_counts_what_it_drops(tmp_path: Path) -> None:
     assert shown[-1] > 1.5  # to the end
 
 
-def test_lowering_keeps_every_frame(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native_scale", [0.0, 4.0])
+def test_lowering_keeps_every_frame(tmp_path: Path, native_scale: float) -> None:
     clip = make_pulses(tmp_path / "in.mp4", 2.0)
     levels: list[int] = []
 
     def note(event: LiveEvent) -> None:
         levels.extend([event.facts["level"]] if event.kind == "level" else [])
 
-    model = SlowModel(1.6 / RATE, height=96)  # too slow at full size, fast at half
+    # Too slow at the size that it works at, x2 or by way of x4, fast at half of that.
+    model = SlowModel(1.6 / RATE, height=192 if native_scale else 96)
+    model.native_scale = native_scale
     report = run_identity(clip, tmp_path / "out.mkv", model=model, late="lower", on_event=note)
     assert levels[0] == 1  # and perhaps lower still, on a busy machine
     assert report.frames + report.dropped == 50

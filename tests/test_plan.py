@@ -101,6 +101,20 @@ def test_memory_grows_with_the_size(film: Path, tmp_path: Path) -> None:
     assert 2.5 < needs[1] / needs[0] < 25
 
 
+def test_a_way_by_the_native_scale_is_said_and_counted(
+    film: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments: tuple[object, ...] = (film, "-o", tmp_path / "out.mp4", "--device", "cpu", "--scale")
+    full, half, direct = (
+        planned(capsys, *arguments, *more)["estimate"] for more in ("4", "2", ("2", "--direct"))
+    )
+    assert [guess["work_size"] for guess in (full, half, direct)] == [[216, 384], [216, 384], [108, 192]]
+    assert direct["main_memory_bytes"] < half["main_memory_bytes"] <= full["main_memory_bytes"]
+    assert direct["seconds"] < half["seconds"]
+    assert run(["upscale", *map(str, arguments), "2", "--dry-run"]) == 0
+    assert "note: frames are made at 384x216, the model's own scale" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -75,7 +75,8 @@ class Breaking:
     ) -> None:
         self._model, self._left, self._error = model, blocks, error
         self._run, self._frames = None if output is None else work_folder(output) / "run.json", frames
-        self.name, self.fingerprint, self.size_multiple = model.name, model.fingerprint, model.size_multiple
+        self.name, self.fingerprint = model.name, model.fingerprint
+        self.size_multiple, self.native_scale = model.size_multiple, model.native_scale
         self.blocks, self.device, self.dtype = model.blocks, model.device, model.dtype
         self.start = model.start
 
@@ -202,6 +203,7 @@ def test_a_changed_option_or_input_is_refused_in_one_line(
         ({"seed": 7}, "seed was 42 and is now 7"),
         ({"color_fix": "none"}, "color_fix was adain and is now none"),
         ({"cuts": "off"}, "cuts was auto and is now off"),
+        ({"direct": True}, "direct was False and is now True"),
         ({"codec": "hevc"}, "codec was h264 and is now hevc|encoding"),
         ({"quality": 30}, "encoding"),
         ({"frames": 140}, "options has changed"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from recavsr import attention, rope
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
-from recavsr.stream.blocks import prepare_lr_frames, to_picture
+from recavsr.stream.blocks import made_smaller, prepare_lr_frames, to_picture
 from recavsr.stream.load import load
 from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel, IdentityModel, block_noise
@@ -205,6 +205,28 @@ def test_a_saved_session_goes_on_bit_for_bit(
     loaded = Session.load(tmp_path / "session", model)
     assert (loaded.lr_size, loaded.out_size, loaded.color_fix) == (LR, OUT, "wavelet")
     assert np.array_equal(np.concatenate([*head, *loaded.push(clip[stop:]), *loaded.flush()]), whole)
+
+
+def test_small_outputs_go_by_way_of_the_native_scale(tmp_path: Path) -> None:
+    model = tiny_model()
+    half, full = (2 * LR[0] - 1, 2 * LR[1] + 1), (4 * LR[0], 4 * LR[1])
+    direct = run(Session(model, LR, half), CLIP)  # the model says nothing of a scale
+    model.native_scale = 4.0
+    session = Session(model, LR, half)
+    assert (session.out_size, session.work_size) == (half, full)
+    made = run(session, CLIP, sizes=[3, 19, 8])
+    large = torch.from_numpy(run(Session(model, LR, full), CLIP)).permute(3, 0, 1, 2)[None]
+    smaller = to_picture(made_smaller(large / 127.5 - 1, half), half, np.dtype(np.uint8))
+    difference = np.abs(made.astype(int) - smaller.astype(int))
+    assert difference.max() <= 2  # the large ones were rounded first
+    assert np.array_equal(run(Session(model, LR, half, direct=True), CLIP), direct)
+    assert np.abs(made.astype(int) - direct.astype(int)).mean() > 4 * difference.mean()
+    for direct_too in (False, True):
+        session = Session(model, LR, half, direct=direct_too)
+        session.push(CLIP[:25])
+        session.save(tmp_path / "session")
+        others = Session.load(tmp_path / "session", model), session.fork()
+        assert [other.work_size for other in others] == [half if direct_too else full] * 2
 
 
 def test_a_session_of_another_model_is_refused(tiny: BlockModel, tmp_path: Path) -> None:

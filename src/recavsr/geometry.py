@@ -112,6 +112,22 @@ def scaled_size(height: int, width: int, scale: float) -> tuple[int, int]:
     return math.floor(height * scale + 0.5), math.floor(width * scale + 0.5)
 
 
+NATIVE_ENOUGH = 7 / 8
+"""Outputs of at least this share of what a model was trained to make are made at their own size."""
+
+
+def working_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float) -> tuple[int, int]:
+    """Return the size (height, width) at which a model of that native scale makes an output.
+
+    It is the output's; but where a side of the output is clearly smaller than the LR frames' times the native
+    scale, it is these. A native scale of 0 has no such limit.
+    """
+    native = scaled_size(*lr_size, native_scale)
+    if min(out / side if side else 1 for out, side in zip(out_size, native)) >= NATIVE_ENOUGH:
+        return out_size
+    return max(out_size[0], native[0]), max(out_size[1], native[1])
+
+
 def padded_size(height: int, width: int, multiple: int) -> tuple[int, int]:
     """Return the size padded at the bottom and right to a multiple of `multiple` pixels."""
     return -(-height // multiple) * multiple, -(-width // multiple) * multiple

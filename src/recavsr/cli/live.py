@@ -75,6 +75,7 @@ def command(
     ] = None,
     preset: Annotated[str | None, typer.Option(help="The encoder's preset, e.g. ultrafast.")] = None,
     bitrate: Annotated[str | None, typer.Option(help="At most so many bits a second, e.g. 6M.")] = None,
+    direct: options.Direct = False,
     device: options.Device = "auto",
     precision: options.Precision = "auto",
     memory: Annotated[
@@ -128,6 +129,7 @@ def command(
         codec=codec,
         quality=int(quality) if quality is not None and quality.isdecimal() else quality,
         preset=preset,
+        direct=direct,
         bitrate=rate,
         overwrite=overwrite,
         device=device,

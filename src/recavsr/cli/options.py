@@ -14,6 +14,12 @@ Model = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1; several share a stream: cuda:0,cuda:1.")]
 OneDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
 Precision = Annotated[str, typer.Option(help="auto, fp32, bf16, fp8 (on Ada and Hopper cards).")]
+Direct = Annotated[
+    bool,
+    typer.Option(
+        "--direct", help="Make outputs smaller than the model's own scale at their size: faster, worse."
+    ),
+]
 JsonLines = Annotated[bool, typer.Option("--json", help="Say everything as JSON lines.")]
 
 

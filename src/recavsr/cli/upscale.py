@@ -59,6 +59,7 @@ def command(
     encoder: Annotated[
         str, typer.Option(help="software, or hardware: a graphics card's encoder where there is one.")
     ] = "software",
+    direct: options.Direct = False,
     device: options.Device = "auto",
     precision: options.Precision = "auto",
     memory: Annotated[
@@ -104,6 +105,7 @@ def command(
         "quality": int(quality) if quality is not None and quality.isdecimal() else quality,
         "preset": preset,
         "encoder": encoder,
+        "direct": direct,
         "device": device,
         "precision": precision,
         "memory": memory,
@@ -134,6 +136,8 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
 
 def _say_plan(console: Console, report: UpscaleReport) -> None:
     """Say the plan and what it will take: a line a fact, or one JSON object."""
+    from recavsr.stream.estimate import indirect
+
     guess = report.estimate
     assert guess is not None
     if console.json_lines:
@@ -148,7 +152,10 @@ def _say_plan(console: Console, report: UpscaleReport) -> None:
         "time": None if guess.seconds is None else plain_seconds(guess.seconds),
         "memory": f"{memory}{plain_bytes(guess.main_memory_bytes)} of main memory",
     }
-    for line in report.plan.lines():
+    lines = report.plan.lines()
+    if guess.work_size is not None and (detour := indirect(guess.work_size, report.out_size)):
+        lines.append(f"note: {detour}")
+    for line in lines:
         console.say(line)
     for name, figure in figures.items():
         how = guess.how[name]

@@ -230,14 +230,12 @@ def _cached_lr(
 # Models -------------------------------------------------------------------------------------------------
 
 
-def session_upscaler(model: BlockModel, name: str, seed: int = 42, factor: int = SCALE) -> Upscaler:
+def session_upscaler(model: BlockModel, name: str, seed: int = 42) -> Upscaler:
     """A BlockModel as an Upscaler: the whole clip through one streaming session."""
 
     def run(lr_frames: Frames) -> Frames:
         height, width = lr_frames.shape[1:3]
-        session = Session(
-            model, lr_size=(height, width), out_size=(factor * height, factor * width), seed=seed
-        )
+        session = Session(model, lr_size=(height, width), out_size=(SCALE * height, SCALE * width), seed=seed)
         return np.concatenate([*session.push(lr_frames), *session.flush()])
 
     return Upscaler(name, run, per_frame=False)

@@ -51,6 +51,8 @@ class GeneratorConfig:
     eps: float = 1e-6
     recycling: bool = True
     """False feeds zeros in place of recycled latents, always (the paper's ablation)."""
+    native_scale: float = 0.0
+    """The enlargement that the model is good at: smaller ones are made by way of it. 0: any will do."""
 
     def __post_init__(self) -> None:
         if len(self.schedule.actions) != self.layers:
@@ -101,6 +103,7 @@ class GeneratorConfig:
                 patch=patch,
                 eps=known.pop("eps"),
                 recycling=known.pop("recycling", True),
+                native_scale=float(known.pop("native_scale", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"model_config.json: missing or malformed field {error}") from error
@@ -130,7 +133,9 @@ class GeneratorConfig:
             "use_block_causal_attention": True,
             "static_kv_router": self.schedule.to_config(),
             "spatial_window": {"height": window.height, "width": window.width, "stride": window.stride},
-            **({} if self.recycling else {"recycling": False}),  # released configs have no such field
+            # Released configs have no such fields.
+            **({} if self.recycling else {"recycling": False}),
+            **({"native_scale": self.native_scale} if self.native_scale else {}),
         }
 
 

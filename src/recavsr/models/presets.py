@@ -48,6 +48,7 @@ def nano() -> GeneratorConfig:
         lr_hidden=(48, 256),
         schedule=NANO_SCHEDULE,
         window=SpatialWindow(8, 8, stride=4),
+        native_scale=4.0,
     )
 
 

@@ -122,6 +122,19 @@ def _mirror(extent: int, padded: int, device: torch.device) -> Tensor:
     return 2 * (extent - 1) - beyond if padded - extent < extent else torch.full_like(beyond, extent - 1)
 
 
+def made_smaller(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bring frames [1, 3, F, H', W'] to a smaller size (H, W) by an antialiased bicubic, in float32.
+
+    The same size gives the frames themselves.
+    """
+    if frames.shape[3:] == size:
+        return frames
+    out = torch.empty(*frames.shape[:3], *size, dtype=torch.float32, device=frames.device)
+    for frame, target in zip(frames.unbind(2), out.unbind(2)):  # one at a time: no large copies
+        target.copy_(F.interpolate(frame.float(), size=size, mode="bicubic", antialias=True))
+    return out
+
+
 def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Picture:
     """Crop, clamp and quantise frames [1, 3, F, H', W'] in [-1, 1] to [F, H, W, 3] of `dtype`.
 

@@ -90,7 +90,8 @@ class SharedModel:
         """Take this process's part, and workers that are ready and connected."""
         self._local, self._workers = local, list(workers)
         self.ranks = 1 + len(workers)
-        self.name, self.blocks, self.size_multiple = local.name, local.blocks, local.size_multiple
+        self.name, self.blocks = local.name, local.blocks
+        self.size_multiple, self.native_scale = local.size_multiple, local.native_scale
         self.device, self.dtype, self.graphs = local.device, local.dtype, local.graphs
         self.fingerprint = f"{local.fingerprint} in {self.ranks} bands"
         self._numbers, self._unwanted = count(), deque[int]()

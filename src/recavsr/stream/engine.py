@@ -15,7 +15,7 @@ from recavsr.errors import InputError
 from recavsr.stream.color_fix import ColorFix, check_color_fix
 from recavsr.stream.cuts import EditList
 from recavsr.stream.drift import Drift
-from recavsr.stream.estimate import Estimate, estimate
+from recavsr.stream.estimate import Estimate, estimate, indirect
 from recavsr.stream.load import load
 from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
@@ -46,6 +46,7 @@ class Options:
     quality: int | str | None = None
     preset: str | None = None
     encoder: Literal["software", "hardware"] = "software"
+    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Run:
             seed=self.options.seed,
             color_fix=self.options.color_fix,
             detect_cuts=self.options.cuts == "auto",
+            direct=self.options.direct,
         )
 
     def starts_shot(self, stamp: Stamp) -> bool:
@@ -93,6 +95,7 @@ class Run:
             "deinterlace": options.deinterlace,
             "seed": options.seed,
             "color_fix": options.color_fix,
+            "direct": options.direct,
             "cuts": str(options.cuts) if self.edit_list is None else self.edit_list.entries(),
             **self.plan.facts(),
         }
@@ -205,6 +208,7 @@ def upscale(
     quality: int | str | None = None,
     preset: str | None = None,
     encoder: Literal["software", "hardware"] = "software",
+    direct: bool = False,
     overwrite: bool = False,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -232,6 +236,8 @@ def upscale(
     codec, quality, preset: of the video encoder. quality is a number from 0 (best) to 51 with one meaning for
         all codecs (17 is the default), or "lossless". encoder: "hardware" takes a graphics card's where one
         opens; `codec` may also name one, like "h264_nvenc", which is refused where it does not open.
+    direct: make an output that is smaller than the model's native scale (nano: x4) asks for at its own size:
+        faster, and worse. Otherwise frames are made at that scale and then made smaller.
     overwrite: replace an existing output. resume: where an earlier run of this output was interrupted, go on
         behind the frames that it finished; the result has the same frames as one run in one piece.
     device: "auto" (a CUDA card if there is one), "cpu", "cuda:1"; "cuda:0,cuda:1" share the stream.
@@ -248,7 +254,7 @@ def upscale(
     """
     options = Options(
         scale, size, fit, height, width, seed, start, duration, frames,
-        deinterlace, color_fix, cuts, codec, quality, preset, encoder,
+        deinterlace, color_fix, cuts, codec, quality, preset, encoder, direct,
     )  # fmt: skip
     began = time.perf_counter()
     with open_run(source, output, options) as run:
@@ -260,14 +266,17 @@ def upscale(
         with work, plan.writer(reader, overwrite=overwrite, folder=work.folder) as writer:
             settings: dict[str, Any] = {"device": device, "precision": precision, "memory": memory}
             if dry_run:
-                guess, small = estimate(plan, reader.info, model, quality=quality, **settings)
+                guess, small = estimate(plan, reader.info, model, quality=quality, direct=direct, **settings)
                 work.check(run.facts(small), resume=resume, overwrite=overwrite)
                 name = str(model) if small is None else small.name
                 return _report(plan, reader, name, Timing(), 0.0, guess=guess)
             watch.say("loading", 0)
-            block_model, notes = _loaded(model, out_size=plan.out_size, tell=watch.tell, **settings)
+            sizes = {"out_size": plan.out_size, "lr_size": None if direct else plan.lr_size}
+            block_model, notes = _loaded(model, **sizes, tell=watch.tell, **settings)
             work.begin(run.facts(block_model), resume=resume, overwrite=overwrite)
             session = work.session(block_model) or run.session(block_model)
+            if (line := indirect(session.work_size, plan.out_size)) is not None:
+                watch.tell(line)
             reader.passed, reader.keep_alpha = work.frames, plan.keeps_alpha
             writer.resume(work.log_size)
 

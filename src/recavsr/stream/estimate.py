@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recavsr.geometry import BlockPlan, padded_size
+from recavsr.geometry import BlockPlan, padded_size, working_size
 from recavsr.kernels.available import kernels_on
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.load import PACKAGED, load, model_folder, resolve_device, resolve_precision
@@ -60,6 +60,7 @@ class Estimate:
     seconds: float | None
     main_memory_bytes: int
     device_memory_bytes: int | None  # of a card
+    work_size: tuple[int, int] | None  # (height, width) at which the model makes the frames
     how: dict[str, str]
 
 
@@ -72,22 +73,24 @@ def estimate(
     device: str = "auto",
     precision: str = "auto",
     memory: int | str | None = None,
+    direct: bool = False,
 ) -> tuple[Estimate, BlockModel | None]:
     """Estimate a planned run; also return the model, where it was loaded.
 
-    Raises InputError where the run would be refused for its model, device, precision or memory.
+    `direct` is the option of `upscale`. Raises InputError where the run would be refused for its model,
+    device, precision or memory.
     """
     how: dict[str, str] = {}
-    loaded, needed, on_card = _look_at(
-        model, plan.out_size, device=device, precision=precision, memory=memory
-    )
+    look = _look_at(model, plan, device=device, precision=precision, memory=memory, direct=direct)
+    loaded, needed, on_card, work_size = look
     seconds = None
     if loaded is None:
         how["time"] = "unknown: this model is too large to be loaded for an estimate, or not fetched yet"
     elif plan.frames is None:
         how["time"] = "unknown: the source does not say how long it is"
     else:
-        seconds = _model_seconds(loaded, plan)
+        assert work_size is not None
+        seconds = _model_seconds(loaded, plan, work_size)
         how["time"] = (
             "the model alone, timed just now on a small picture; decoding and encoding run beside it"
         )
@@ -101,9 +104,21 @@ def estimate(
         seconds=seconds,
         main_memory_bytes=_LIBRARIES + pictures + (0 if on_card else needed),
         device_memory_bytes=needed if on_card else None,
+        work_size=work_size,
         how=how,
     )
     return made, loaded
+
+
+def indirect(work_size: tuple[int, int], out_size: tuple[int, int]) -> str | None:
+    """Say that frames are made at another size than the output's; None where they are not."""
+    if work_size == out_size:
+        return None
+    times = work_size[0] * work_size[1] / (out_size[0] * out_size[1])
+    return (
+        f"frames are made at {work_size[1]}x{work_size[0]}, the model's own scale, and then made smaller; "
+        f"--direct is about {times:.2g} times faster, and worse"
+    )
 
 
 # -- the model -------------------------------------------------------------------------------------------
@@ -111,35 +126,41 @@ def estimate(
 
 def _look_at(
     model: str | os.PathLike[str] | BlockModel,
-    out_size: tuple[int, int],
+    plan: Plan,
     *,
     device: str,
     precision: str,
     memory: int | str | None,
-) -> tuple[BlockModel | None, int, bool]:
-    """Return the model (if it is small), the bytes that it needs, and whether they are a card's."""
+    direct: bool,
+) -> tuple[BlockModel | None, int, bool, tuple[int, int] | None]:
+    """Return the model (if it is small), the bytes it needs, whether they are a card's, its working size."""
+
+    def work_size(native_scale: float) -> tuple[int, int]:
+        return plan.out_size if direct else working_size(plan.lr_size, plan.out_size, native_scale)
+
     if not isinstance(model, (str, os.PathLike)):
-        return model, _frames_of_a_block(model.blocks, out_size), model.device.type != "cpu"
+        size = work_size(model.native_scale)
+        return model, _frames_of_a_block(model.blocks, size), model.device.type != "cpu", size
     target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
     name, on_card = os.fspath(model), target.type != "cpu"
     settings = {"device": device, "precision": precision, "memory": memory}
     if name == "identity":
         identity = load(name, **settings)  # type: ignore[arg-type]
-        return identity, _frames_of_a_block(identity.blocks, out_size), on_card
+        return identity, _frames_of_a_block(identity.blocks, plan.out_size), on_card, plan.out_size
     here = (PACKAGED / name).is_dir() or Path(name).expanduser().exists()
     if not here and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return None, 0, on_card  # on the hub: to be fetched when the run begins
+        return None, 0, on_card, None  # on the hub: to be fetched when the run begins
     folder = ModelFolder.open(model_folder(name))
     folder.check()
-    size = padded_size(*out_size, folder.generator.token_stride)
+    size = work_size(folder.generator.native_scale)
     weight = 1 if precision == "fp8" else dtype.itemsize
     budget = 2**62 if memory is None else parse_memory(memory)
     prompt_tokens = folder.load_prompt().shape[1]
     needed = plan_memory(
         folder.generator,
         folder.decoder,
-        size,
+        padded_size(*size, folder.generator.token_stride),
         BlockPlan(),
         budget,
         prompt_tokens,
@@ -149,7 +170,7 @@ def _look_at(
     ).peak
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD
-    return load(name, **settings) if small else None, needed, on_card  # type: ignore[arg-type]
+    return load(name, **settings) if small else None, needed, on_card, size  # type: ignore[arg-type]
 
 
 def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:
@@ -157,14 +178,14 @@ def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:
     return 2 * 4 * 3 * blocks.frames(0) * size[0] * size[1]
 
 
-def _model_seconds(model: BlockModel, plan: Plan) -> float:
-    """Time one block on a small picture; scale it to the run's pixels and to the frames of full blocks."""
+def _model_seconds(model: BlockModel, plan: Plan, size: tuple[int, int]) -> float:
+    """Time one block on a small picture; scale it to the pixels of `size` and to full blocks."""
     assert plan.frames is not None
     multiple = model.size_multiple
     side = max(multiple, _TRIAL_SIDE // multiple * multiple)
-    out = [min(side, extent) for extent in plan.out_size]
-    lr_size = [max(1, round(o * lr / whole)) for o, lr, whole in zip(out, plan.lr_size, plan.out_size)]
-    session = Session(model, (lr_size[0], lr_size[1]), (out[0], out[1]))
+    out = [min(side, extent) for extent in size]
+    lr_size = [max(1, round(o * lr / whole)) for o, lr, whole in zip(out, plan.lr_size, size)]
+    session = Session(model, (lr_size[0], lr_size[1]), (out[0], out[1]), direct=True)
     frames = np.random.default_rng(0).integers(0, 256, (64, *lr_size, 3), np.uint8)
     first = session.frames_wanted
     session.push(frames[:first])
@@ -175,7 +196,7 @@ def _model_seconds(model: BlockModel, plan: Plan) -> float:
         torch.cuda.synchronize(model.device)
     a_frame = (time.perf_counter() - began) / count
     padded = first + -(-max(0, plan.frames - first) // count) * count
-    area = np.prod(padded_size(*plan.out_size, multiple)) / np.prod(padded_size(out[0], out[1], multiple))
+    area = np.prod(padded_size(*size, multiple)) / np.prod(padded_size(out[0], out[1], multiple))
     return float(a_frame * area * padded)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from recavsr.errors import InputError, PartialError
+from recavsr.geometry import working_size
 from recavsr.stream.color_fix import ColorFix
 from recavsr.stream.live_flow import (
     Backoff,
@@ -129,6 +130,7 @@ def live(
     quality: int | str | None = None,
     preset: str | None = None,
     bitrate: int | None = None,
+    direct: bool = False,
     overwrite: bool = False,
     device: str = "auto",
     precision: str = "auto",
@@ -141,8 +143,9 @@ def live(
     source: a camera ("camera", "/dev/video0", "avfoundation:0", "dshow:NAME"), a URL (rtmp, rtsp, srt, udp,
         tcp, http), "-" (y4m or any container on standard input), or a video file, which plays in real time.
     output: a URL (rtmp, srt, udp, tcp), a .m3u8 playlist, a video file, or "-" (y4m on standard output).
-    model, scale, size, fit, height, width, seed, color_fix, deinterlace, codec, quality, preset, overwrite,
-        device, precision, memory: as for `upscale`; cuts: "auto" or "off". Sides are even except in y4m.
+    model, scale, size, fit, height, width, seed, color_fix, deinterlace, codec, quality, preset, direct,
+        overwrite, device, precision, memory: as for `upscale`; cuts: "auto" or "off". Sides are even except
+        in y4m.
     late: where the model is slower than the source, "drop" frames, let it "wait", or do "lower" work; by
         default pipes and files wait, and frames of cameras and networks, which can't, are dropped.
     first_block: latents of each shot's first block, 1 to 6 (1, 5, 9, 13, 17, 21 frames).
@@ -177,14 +180,16 @@ def live(
         aspect = output_sample_aspect(info, out_size, forced=request.forced)
         return choose_picture(info, destination, out_size, aspect, **coding)  # type: ignore[arg-type]
 
-    def new_session(lr_size: tuple[int, int], out_size: tuple[int, int]) -> Session:
+    def new_session(lr_size: tuple[int, int], out_size: tuple[int, int], level: int) -> Session:
+        work = out_size if direct else working_size(lr_size, out_size, block_model.native_scale)
         return Session(
             block_model,
             lr_size,
-            out_size,
+            (work[0] >> level, work[1] >> level) if level else out_size,
             seed=seed,
             color_fix=color_fix,
             detect_cuts=cuts == "auto",
+            direct=direct or level > 0,
         )
 
     stop = threading.Event()
@@ -492,7 +497,7 @@ class _Run:
         reception: _Reception,
         sending: _Sending,
         choose: Callable[[VideoInfo], Picture],
-        new_session: Callable[[tuple[int, int], tuple[int, int]], Session],
+        new_session: Callable[[tuple[int, int], tuple[int, int], int], Session],
         late: Late,
         report_every: float,
         say: _Speaker,
@@ -638,12 +643,11 @@ class _Run:
     def _begin_level(self) -> None:
         """Make the session for the size in hand and the level of work."""
         assert self._sending.picture is not None
-        height, width = self._sending.picture.size
         level = 0 if self._ladder is None else self._ladder.level
         if level == len(Ladder.NAMES) - 1:
             self._session = None  # the writer brings every frame to its size
         else:
-            self._session = self._new_session(self._lr_size, (height >> level, width >> level))
+            self._session = self._new_session(self._lr_size, self._sending.picture.size, level)
 
     def _warm_up(self, info: VideoInfo) -> None:
         """Run two blocks for nothing: the first are slow, and the pace has to be known."""

@@ -242,7 +242,7 @@ class Inbox:
 
 
 class Ladder:
-    """How much work the model gets: level 0 the asked size, 1 half of it, 2 plain resizing.
+    """How much work the model gets: level 0 the asked size, 1 half of that it works at, 2 plain resizing.
 
     It goes down where frames pile up and their number does not fall, and up after a calm time, which doubles
     with every attempt that brought it down again at once.

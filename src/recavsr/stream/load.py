@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
-from recavsr.geometry import BlockPlan, padded_size
+from recavsr.geometry import BlockPlan, padded_size, working_size
 from recavsr.kernels.available import kernels_on, tell_of_compilation
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
@@ -149,6 +149,7 @@ def load(
     first_block_latents: int | None = None,
     memory: int | str | None = None,
     out_size: tuple[int, int] = (1080, 1920),
+    lr_size: tuple[int, int] | None = None,
     tell: Callable[[str], None] | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> BlockModel:
@@ -158,10 +159,11 @@ def load(
     auto, fp32, bf16 or fp8 (of the generator's large linear layers; a warning says where the device has
     none such). `first_block_latents` shortens the first block for a lower latency (default 6
     latents, 21 frames). `memory` ("8GB", or bytes) bounds what the device's memory has to hold at `out_size`
-    (height, width): layers that do not fit wait in main memory; `tell` gets the plan, line by line, before
-    the weights are read, and a line when kernels are compiled for the first time. Several devices,
-    "cuda:0,cuda:1", share each stream by rows of the picture, for which processes are started; `share` is
-    what each of them is given. Raises InputError where the model can not be found or does not fit.
+    (height, width), or at the size at which that is made of frames of `lr_size`: layers that do not fit wait
+    in main memory; `tell` gets the plan, line by line, before the weights are read, and a line when kernels
+    are compiled for the first time. Several devices, "cuda:0,cuda:1", share each stream by rows of the
+    picture, for which processes are started; `share` is what each of them is given.
+    Raises InputError where the model can not be found or does not fit.
     """
     devices = [resolve_device(part.strip()) for part in str(device).split(",")]
     memory = None if memory is None else parse_memory(memory)
@@ -177,6 +179,7 @@ def load(
                 "first_block_latents": first_block_latents,
                 "memory": memory,
                 "out_size": out_size,
+                "lr_size": lr_size,
             },
             {"tell": tell},
         )
@@ -194,7 +197,9 @@ def load(
     make = linear_layers(precision, target)
     resident = None
     if memory is not None:
-        sizes = (folder.generator, folder.decoder, out_size, blocks, memory, prompt.shape[1], target)
+        scale = folder.generator.native_scale
+        work_size = out_size if lr_size is None else working_size(lr_size, out_size, scale)
+        sizes = (folder.generator, folder.decoder, work_size, blocks, memory, prompt.shape[1], target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:  # the reference: the plain form

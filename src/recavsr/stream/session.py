@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from recavsr.errors import InputError
-from recavsr.geometry import padded_size
+from recavsr.geometry import padded_size, working_size
 from recavsr.state import State
-from recavsr.stream.blocks import prepare_lr_frames, to_picture
+from recavsr.stream.blocks import made_smaller, prepare_lr_frames, to_picture
 from recavsr.stream.color_fix import ColorFix, adain, check_color_fix, wavelet
 from recavsr.stream.cuts import ShotMemory, Thumbnail, thumbnail
 from recavsr.stream.drift import Drift, color_difference
@@ -38,7 +38,9 @@ class Session:
     Frames are [N, h, w, 3] RGB, uint8 or uint16; results are [M, H, W, 3] of the same dtype. `lr_size` is
     (h, w), `out_size` (H, W). Noise is a function of `seed`, `shot` and block. `color_fix` holds colours to
     the input's: "wavelet", "adain" or "none". With `detect_cuts` each shot is a stream of its own: it comes
-    out as it would alone; `cuts` says where shots began. Raises InputError where sizes or options won't do.
+    out as it would alone; `cuts` says where shots began. What is smaller than the model's native scale asks
+    for is made at that scale (`work_size`) and then made smaller; with `direct` it is made at its own size:
+    faster, and worse. Raises InputError where sizes or options won't do.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Session:
         shot: int = 0,
         color_fix: ColorFix = "none",
         detect_cuts: bool = False,
+        direct: bool = False,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
             raise InputError(f"a session takes a loaded model: recavsr.load({os.fspath(model)!r})")
@@ -58,7 +61,9 @@ class Session:
             raise InputError(f"sizes must be positive, got {lr_size} -> {out_size}")
         check_color_fix(color_fix)
         self.model, self.lr_size, self.out_size = model, lr_size, out_size
-        self.seed, self.color_fix, self.detect_cuts = seed, color_fix, detect_cuts
+        self.seed, self.color_fix, self.detect_cuts, self.direct = seed, color_fix, detect_cuts, direct
+        self.work_size = out_size if direct else working_size(lr_size, out_size, model.native_scale)
+        """The size (height, width) at which the model makes the frames."""
         self.cuts: list[int] = []
         """Where a new shot began, as a count of the frames before it since the session was made."""
         self.pushed = 0
@@ -68,7 +73,7 @@ class Session:
         self._start(shot)
 
     def _start(self, shot: int) -> None:
-        height, width = padded_size(*self.out_size, self.model.size_multiple)
+        height, width = padded_size(*self.work_size, self.model.size_multiple)
         self.shot = shot
         self._state: Any = self.model.start(height, width, seed=self.seed, shot=shot)
         self._pending: list[np.ndarray] = []
@@ -140,6 +145,7 @@ class Session:
             shot=self.shot,
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
+            direct=self.direct,
         )
         other.cuts, other.pushed = [known for known in self.cuts if known <= cut], cut
         other.drift = self.drift
@@ -165,6 +171,7 @@ class Session:
             shot=self.shot,
             color_fix=self.color_fix,
             detect_cuts=self.detect_cuts,
+            direct=self.direct,
             cuts=self.cuts,
             pushed=self.pushed,
             drift=astuple(self.drift),
@@ -184,6 +191,7 @@ class Session:
             shot=about["shot"],
             color_fix=about["color_fix"],
             detect_cuts=about["detect_cuts"],
+            direct=about["direct"],
         )
         session._state, session._seen, session._block = state.model, state.seen, state.block
         pending = state.pending.cpu().numpy().astype(np.uint16 if state.uint16 else np.uint8)
@@ -225,18 +233,18 @@ class Session:
         count = len(frames)
         if count < wanted:
             frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
-        lr_frames = prepare_lr_frames(frames, self.out_size, self.model.size_multiple, self.model.device)
+        lr_frames = prepare_lr_frames(frames, self.work_size, self.model.size_multiple, self.model.device)
         if self.color_fix != "adain":
             lr_frames = lr_frames.to(self.model.dtype)  # the larger ones are not kept beside a block's work
         self._state, sr_frames = self.model.step(self._state, lr_frames, count if count < wanted else None)
         lr_frames = lr_frames[:, :, : sr_frames.shape[2]]
-        height, width = self.out_size
+        height, width = self.work_size
         if self.color_fix == "adain":
             sr_frames = adain(sr_frames.float().clamp(-1, 1), lr_frames)
         elif self.color_fix == "wavelet":
             sr_frames = wavelet(sr_frames[..., :height, :width], frames[: sr_frames.shape[2]])
         self._block += 1
-        sr_frames = sr_frames[:, :, :count, :height, :width]
+        sr_frames = made_smaller(sr_frames[:, :, :count, :height, :width], self.out_size)
         difference = color_difference(sr_frames, frames[:count])
         picture = to_picture(sr_frames, self.out_size, frames.dtype)
         self.drift = self.drift.with_block(difference.tolist())  # the device has come so far by now

@@ -35,13 +35,14 @@ class BlockModel(Protocol):
 
     name: str
     fingerprint: str  # other weights, or another precision: another fingerprint
-    size_multiple: int  # the padded output size is a multiple of this many pixels
+    size_multiple: int  # the padded working size is a multiple of this many pixels
+    native_scale: float  # smaller enlargements go by way of it (see `geometry.working_size`); 0: none do
     blocks: BlockPlan
     device: torch.device
     dtype: torch.dtype  # of the LR frames that it takes; others are converted
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> Any:
-        """Return the state at the start of a shot, for a padded output size."""
+        """Return the state at the start of a shot, for a padded working size."""
         ...
 
     def step(self, state: Any, lr_frames: Tensor, wanted: int | None = None) -> tuple[Any, Tensor]:
@@ -86,6 +87,7 @@ class ReCaVSR:
         self.rank, self.ranks = share
         self.generator, self.decoder = generator, decoder
         self.size_multiple = generator.config.token_stride
+        self.native_scale = generator.config.native_scale
         self.device, self.dtype = prompt.device, generator.head.weight.dtype
         with torch.inference_mode():
             self.condition = generator.condition(prompt)  # the same for every block of every stream
@@ -250,6 +252,7 @@ class IdentityModel:
     name = "identity"
     fingerprint = ""
     size_multiple = 1
+    native_scale = 0.0
     dtype = torch.float32
 
     def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = BlockPlan()) -> None:  # noqa: B008
