@@ -33,7 +33,7 @@ from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
 
 FRAMES, SIDE = 21, 312  # a first block; the side is even in LR frames of each factor
-CASES = tuple((factor, name) for factor in (2, 3, 4) for name in ("mild", "clean"))
+CASES = ((1, "mild"), *((factor, name) for factor in (2, 3, 4) for name in ("mild", "clean")))
 
 
 def resized(frames: np.ndarray, size: tuple[int, int], how: int) -> np.ndarray:

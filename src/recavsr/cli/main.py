@@ -135,7 +135,10 @@ def _usage(error: Exception) -> str:
 
 def _unexpected(error: Exception) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "not enough memory for this size: ask for a smaller output, or another --device"
+        return (
+            "not enough memory for this size: ask for a smaller output, for --direct where that is below the "
+            "model's own scale, or for another --device"
+        )
     hint = "RECAVSR_DEBUG=1 shows where it happened"
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""

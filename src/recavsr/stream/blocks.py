@@ -20,6 +20,12 @@ PIECE = 1 << 17
 """How many values the CPU works on at once: a few arrays of so many stay in a core's cache."""
 
 
+LANCZOS_LOBES = 3
+
+LANCZOS_CELLS = 32
+"""How many cells of an axis are made by one product: more would mostly multiply by zeros."""
+
+
 def full_scale(dtype: np.dtype) -> int:
     """Return the value of white: 255 or 65535; raise ValueError for other dtypes."""
     if dtype not in (np.uint8, np.uint16):
@@ -123,7 +129,7 @@ def _mirror(extent: int, padded: int, device: torch.device) -> Tensor:
 
 
 def made_smaller(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bring frames [1, 3, F, H', W'] to a smaller size (H, W) by an antialiased bicubic, in float32.
+    """Bring frames [1, 3, F, H', W'] to a smaller size (H, W) by Lanczos' filter, in float32.
 
     The same size gives the frames themselves.
     """
@@ -131,8 +137,27 @@ def made_smaller(frames: Tensor, size: tuple[int, int]) -> Tensor:
         return frames
     out = torch.empty(*frames.shape[:3], *size, dtype=torch.float32, device=frames.device)
     for frame, target in zip(frames.unbind(2), out.unbind(2)):  # one at a time: no large copies
-        target.copy_(F.interpolate(frame.float(), size=size, mode="bicubic", antialias=True))
+        lines = torch.cat([w @ frame[..., near, :].float() for near, w in _lanczos(frame, -2, size[0])], -2)
+        torch.cat([lines[..., near] @ w.t() for near, w in _lanczos(lines, -1, size[1])], -1, out=target)
     return out
+
+
+def _lanczos(x: Tensor, dim: int, target: int) -> list[tuple[slice, Tensor]]:
+    """Return how an axis is brought to a smaller extent, for some cells of the target after the other.
+
+    With each go the cells of `x` that these read, and the weights [cells, cells of x] (three lobes).
+    """
+    extent = x.shape[dim]
+    step, goes = extent / target, []
+    reach = LANCZOS_LOBES * step
+    for first in range(0, target, LANCZOS_CELLS):
+        centres = (torch.arange(first, min(first + LANCZOS_CELLS, target), dtype=torch.float64) + 0.5) * step
+        near = slice(max(0, int(centres[0] - reach)), min(extent, int(centres[-1] + reach) + 1))
+        away = (torch.arange(near.start, near.stop) + 0.5 - centres[:, None]) / step
+        weights = torch.sinc(away) * torch.sinc(away / LANCZOS_LOBES) * (away.abs() < LANCZOS_LOBES)
+        weights /= weights.sum(dim=1, keepdim=True)  # beyond the border there is nothing
+        goes.append((near, weights.to(x.device, torch.float32)))
+    return goes
 
 
 def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Picture:
