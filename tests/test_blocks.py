@@ -109,6 +109,8 @@ def test_cuda_gives_what_the_cpu_gives(dtype: np.dtype) -> None:
     here, there = (prepare_lr_frames(frames, (64, 99), 32, device) for device in ("cpu", "cuda"))
     assert (there.cpu() - here).abs().max() <= (0 if dtype == UINT8 else 2.1 / 65535)
     assert np.array_equal(to_picture(here.cuda(), (64, 99), dtype), to_picture(here, (64, 99), dtype))
+    smaller = (made_smaller(x[..., :64, :99], (40, 50)).cpu() for x in (here, there))
+    assert torch.allclose(*smaller, atol=1e-4)
 
 
 def test_frames_are_made_smaller_without_aliases() -> None:

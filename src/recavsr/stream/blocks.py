@@ -6,6 +6,8 @@ Pictures outside are numpy [N, H, W, 3] RGB, uint8 or uint16 (full scale); insid
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -135,29 +137,30 @@ def made_smaller(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """
     if frames.shape[3:] == size:
         return frames
+    rows, columns = (_lanczos(*sides, frames.device) for sides in zip(frames.shape[3:], size))
     out = torch.empty(*frames.shape[:3], *size, dtype=torch.float32, device=frames.device)
     for frame, target in zip(frames.unbind(2), out.unbind(2)):  # one at a time: no large copies
-        lines = torch.cat([w @ frame[..., near, :].float() for near, w in _lanczos(frame, -2, size[0])], -2)
-        torch.cat([lines[..., near] @ w.t() for near, w in _lanczos(lines, -1, size[1])], -1, out=target)
+        lines = torch.cat([weights @ frame[..., near, :].float() for near, weights in rows], dim=-2)
+        torch.cat([lines[..., near] @ weights.t() for near, weights in columns], dim=-1, out=target)
     return out
 
 
-def _lanczos(x: Tensor, dim: int, target: int) -> list[tuple[slice, Tensor]]:
+@lru_cache(maxsize=8)
+def _lanczos(extent: int, target: int, device: torch.device) -> tuple[tuple[slice, Tensor], ...]:
     """Return how an axis is brought to a smaller extent, for some cells of the target after the other.
 
-    With each go the cells of `x` that these read, and the weights [cells, cells of x] (three lobes).
+    With each go the cells that these read, and their weights [cells, cells read].
     """
-    extent = x.shape[dim]
     step, goes = extent / target, []
     reach = LANCZOS_LOBES * step
     for first in range(0, target, LANCZOS_CELLS):
-        centres = (torch.arange(first, min(first + LANCZOS_CELLS, target), dtype=torch.float64) + 0.5) * step
+        centres = (np.arange(first, min(first + LANCZOS_CELLS, target)) + 0.5) * step
         near = slice(max(0, int(centres[0] - reach)), min(extent, int(centres[-1] + reach) + 1))
-        away = (torch.arange(near.start, near.stop) + 0.5 - centres[:, None]) / step
-        weights = torch.sinc(away) * torch.sinc(away / LANCZOS_LOBES) * (away.abs() < LANCZOS_LOBES)
-        weights /= weights.sum(dim=1, keepdim=True)  # beyond the border there is nothing
-        goes.append((near, weights.to(x.device, torch.float32)))
-    return goes
+        away = (np.arange(near.start, near.stop) + 0.5 - centres[:, None]) / step
+        weights = np.sinc(away) * np.sinc(away / LANCZOS_LOBES) * (np.abs(away) < LANCZOS_LOBES)
+        weights /= weights.sum(axis=1, keepdims=True)  # beyond the border there is nothing
+        goes.append((near, torch.from_numpy(weights.astype(np.float32)).to(device)))
+    return tuple(goes)
 
 
 def to_picture(frames: Tensor, size: tuple[int, int], dtype: np.dtype) -> Picture:
