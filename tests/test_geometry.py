@@ -10,6 +10,7 @@ from recavsr.geometry import (
     BlockPlan,
     Grid,
     frames_of_latents,
+    native_size,
     padded_size,
     scaled_size,
     working_size,
@@ -130,3 +131,9 @@ def test_small_enlargements_go_by_way_of_the_native_one(
     out_size: tuple[int, int], native_scale: float, expected: tuple[int, int]
 ) -> None:
     assert working_size((100, 180), out_size, native_scale) == expected
+
+
+def test_very_large_frames_are_not_made_to_be_made_smaller() -> None:
+    assert native_size((720, 1280), (1440, 2560), 4.0) == (2880, 5120)
+    assert working_size((540, 960), (1080, 1920), 4.0) == (2160, 3840)
+    assert working_size((720, 1280), (1440, 2560), 4.0) == (1440, 2560)

@@ -12,6 +12,7 @@ from media import ffmpeg, make_clip
 from recavsr.cli.main import run
 from recavsr.errors import InputError
 from recavsr.stream.engine import upscale
+from recavsr.stream.estimate import detour
 from recavsr.stream.resume import work_folder
 from recavsr.stream.step import IdentityModel
 
@@ -113,6 +114,11 @@ def test_a_way_by_the_native_scale_is_said_and_counted(
     assert direct["seconds"] < half["seconds"]
     assert run(["upscale", *map(str, arguments), "2", "--dry-run"]) == 0
     assert "note: frames are made at 384x216, the model's own scale" in capsys.readouterr().err
+    assert detour((720, 1280), (1440, 2560), 4.0, direct=True) is None
+    assert detour((720, 1280), (2880, 5120), 4.0, direct=False) is None
+    said = detour((720, 1280), (1440, 2560), 4.0, direct=False)
+    assert said is not None
+    assert "would be 5120x2880, too large" in said
 
 
 @pytest.mark.parametrize(

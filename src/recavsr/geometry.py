@@ -116,8 +116,12 @@ NATIVE_ENOUGH = 7 / 8
 """Outputs of at least this share of what a model was trained to make are made at their own size."""
 
 
-def working_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float) -> tuple[int, int]:
-    """Return the size (height, width) at which a model of that native scale makes an output.
+LARGEST_DETOUR = 9_000_000
+"""Pixels of the largest frames that are made only to be made smaller: beyond, it takes too much memory."""
+
+
+def native_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float) -> tuple[int, int]:
+    """Return the size (height, width) at which a model of that native scale would make an output best.
 
     It is the output's; but where a side of the output is clearly smaller than the LR frames' times the native
     scale, it is these. A native scale of 0 has no such limit.
@@ -126,6 +130,12 @@ def working_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_sca
     if min(out / side if side else 1 for out, side in zip(out_size, native)) >= NATIVE_ENOUGH:
         return out_size
     return max(out_size[0], native[0]), max(out_size[1], native[1])
+
+
+def working_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float) -> tuple[int, int]:
+    """Return the size (height, width) at which it does: `native_size`, if too large that of the output."""
+    height, width = native_size(lr_size, out_size, native_scale)
+    return (height, width) if height * width <= LARGEST_DETOUR else out_size
 
 
 def padded_size(height: int, width: int, multiple: int) -> tuple[int, int]:

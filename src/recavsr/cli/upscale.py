@@ -136,8 +136,6 @@ def _file(console: Console, source: str, output: str | None, settings: dict[str,
 
 def _say_plan(console: Console, report: UpscaleReport) -> None:
     """Say the plan and what it will take: a line a fact, or one JSON object."""
-    from recavsr.stream.estimate import indirect
-
     guess = report.estimate
     assert guess is not None
     if console.json_lines:
@@ -153,8 +151,8 @@ def _say_plan(console: Console, report: UpscaleReport) -> None:
         "memory": f"{memory}{plain_bytes(guess.main_memory_bytes)} of main memory",
     }
     lines = report.plan.lines()
-    if guess.work_size is not None and (detour := indirect(guess.work_size, report.out_size)):
-        lines.append(f"note: {detour}")
+    if guess.detour is not None:
+        lines.append(f"note: {guess.detour}")
     for line in lines:
         console.say(line)
     for name, figure in figures.items():

@@ -314,7 +314,19 @@ class ConvolutionalHead(nn.Module):
         nn.init.zeros_(self.outer.bias)
 
     def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
-        """Turn cells [B, N, F, C] and LR frames [B, 3, F, s H, s W] into frames of that size."""
+        """Turn cells [B, N, F, C] and LR frames [B, 3, F, s H, s W] into frames of that size, in float32.
+
+        On a CPU without gradients they go through one by one: that bounds the memory, and takes no longer.
+        """
+        if x.is_cuda or torch.is_grad_enabled():
+            return self._frames(x, grid, lr_frames)
+        out = torch.empty_like(lr_frames, dtype=torch.float32)
+        for index in range(x.shape[2]):
+            one = slice(index, index + 1)
+            out[:, :, one] = self._frames(x[:, :, one], grid, lr_frames[:, :, one])
+        return out
+
+    def _frames(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
         batch, _, frames, _ = x.shape
         n = self.opening
         # Channels stay last in memory from the linear layer to the last convolution: no reordering.

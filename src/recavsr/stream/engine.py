@@ -15,7 +15,7 @@ from recavsr.errors import InputError
 from recavsr.stream.color_fix import ColorFix, check_color_fix
 from recavsr.stream.cuts import EditList
 from recavsr.stream.drift import Drift
-from recavsr.stream.estimate import Estimate, estimate, indirect
+from recavsr.stream.estimate import Estimate, detour, estimate
 from recavsr.stream.load import load
 from recavsr.stream.pipeline import Hooks, Mark, Timing, run_pipeline
 from recavsr.stream.plan import Plan, SizeRequest, make_plan
@@ -275,7 +275,8 @@ def upscale(
             block_model, notes = _loaded(model, **sizes, tell=watch.tell, **settings)
             work.begin(run.facts(block_model), resume=resume, overwrite=overwrite)
             session = work.session(block_model) or run.session(block_model)
-            if (line := indirect(session.work_size, plan.out_size)) is not None:
+            line = detour(plan.lr_size, plan.out_size, block_model.native_scale, direct=direct)
+            if line is not None:
                 watch.tell(line)
             reader.passed, reader.keep_alpha = work.frames, plan.keeps_alpha
             writer.resume(work.log_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recavsr.geometry import BlockPlan, padded_size, working_size
+from recavsr.geometry import BlockPlan, native_size, padded_size, working_size
 from recavsr.kernels.available import kernels_on
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.load import PACKAGED, load, model_folder, resolve_device, resolve_precision
@@ -61,6 +61,7 @@ class Estimate:
     main_memory_bytes: int
     device_memory_bytes: int | None  # of a card
     work_size: tuple[int, int] | None  # (height, width) at which the model makes the frames
+    detour: str | None  # a line where that is not the size of the output, or should not be
     how: dict[str, str]
 
 
@@ -82,7 +83,11 @@ def estimate(
     """
     how: dict[str, str] = {}
     look = _look_at(model, plan, device=device, precision=precision, memory=memory, direct=direct)
-    loaded, needed, on_card, work_size = look
+    loaded, needed, on_card, native_scale = look
+    work_size = said = None
+    if native_scale is not None:
+        work_size = _work_size(plan, native_scale, direct=direct)
+        said = detour(plan.lr_size, plan.out_size, native_scale, direct=direct)
     seconds = None
     if loaded is None:
         how["time"] = "unknown: this model is too large to be loaded for an estimate, or not fetched yet"
@@ -105,18 +110,27 @@ def estimate(
         main_memory_bytes=_LIBRARIES + pictures + (0 if on_card else needed),
         device_memory_bytes=needed if on_card else None,
         work_size=work_size,
+        detour=said,
         how=how,
     )
     return made, loaded
 
 
-def indirect(work_size: tuple[int, int], out_size: tuple[int, int]) -> str | None:
-    """Say that frames are made at another size than the output's; None where they are not."""
-    if work_size == out_size:
+def detour(
+    lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float, *, direct: bool
+) -> str | None:
+    """Say that frames are made by way of the native scale, or should be; None where neither is so."""
+    best = native_size(lr_size, out_size, native_scale)
+    if direct or best == out_size:
         return None
-    times = work_size[0] * work_size[1] / (out_size[0] * out_size[1])
+    if working_size(lr_size, out_size, native_scale) == out_size:
+        return (
+            f"at the model's own scale frames would be {best[1]}x{best[0]}, too large to be made smaller: they "
+            "are made at their own size, which for clean sources is no better than bicubic"
+        )
+    times = best[0] * best[1] / (out_size[0] * out_size[1])
     return (
-        f"frames are made at {work_size[1]}x{work_size[0]}, the model's own scale, and then made smaller; "
+        f"frames are made at {best[1]}x{best[0]}, the model's own scale, and then made smaller; "
         f"--direct is about {times:.2g} times faster, and worse"
     )
 
@@ -132,28 +146,25 @@ def _look_at(
     precision: str,
     memory: int | str | None,
     direct: bool,
-) -> tuple[BlockModel | None, int, bool, tuple[int, int] | None]:
-    """Return the model (if it is small), the bytes it needs, whether they are a card's, its working size."""
-
-    def work_size(native_scale: float) -> tuple[int, int]:
-        return plan.out_size if direct else working_size(plan.lr_size, plan.out_size, native_scale)
-
+) -> tuple[BlockModel | None, int, bool, float | None]:
+    """Return the model (if it is small), the bytes it needs, whether they are a card's, its native scale."""
     if not isinstance(model, (str, os.PathLike)):
-        size = work_size(model.native_scale)
-        return model, _frames_of_a_block(model.blocks, size), model.device.type != "cpu", size
+        size = _work_size(plan, model.native_scale, direct=direct)
+        return model, _frames_of_a_block(model.blocks, size), model.device.type != "cpu", model.native_scale
     target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
     name, on_card = os.fspath(model), target.type != "cpu"
     settings = {"device": device, "precision": precision, "memory": memory}
     if name == "identity":
         identity = load(name, **settings)  # type: ignore[arg-type]
-        return identity, _frames_of_a_block(identity.blocks, plan.out_size), on_card, plan.out_size
+        return identity, _frames_of_a_block(identity.blocks, plan.out_size), on_card, 0.0
     here = (PACKAGED / name).is_dir() or Path(name).expanduser().exists()
     if not here and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return None, 0, on_card, None  # on the hub: to be fetched when the run begins
     folder = ModelFolder.open(model_folder(name))
     folder.check()
-    size = work_size(folder.generator.native_scale)
+    native_scale = folder.generator.native_scale
+    size = _work_size(plan, native_scale, direct=direct)
     weight = 1 if precision == "fp8" else dtype.itemsize
     budget = 2**62 if memory is None else parse_memory(memory)
     prompt_tokens = folder.load_prompt().shape[1]
@@ -170,7 +181,11 @@ def _look_at(
     ).peak
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD
-    return load(name, **settings) if small else None, needed, on_card, size  # type: ignore[arg-type]
+    return load(name, **settings) if small else None, needed, on_card, native_scale  # type: ignore[arg-type]
+
+
+def _work_size(plan: Plan, native_scale: float, *, direct: bool) -> tuple[int, int]:
+    return plan.out_size if direct else working_size(plan.lr_size, plan.out_size, native_scale)
 
 
 def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:
