@@ -125,8 +125,8 @@ def detour(
         return None
     if working_size(lr_size, out_size, native_scale) == out_size:
         return (
-            f"at the model's own scale frames would be {best[1]}x{best[0]}, too large to be made smaller: they "
-            "are made at their own size, which for clean sources is no better than bicubic"
+            f"at the model's own scale frames would be {best[1]}x{best[0]}, too large to be made smaller: "
+            "they are made at their own size, which for clean sources is no better than bicubic"
         )
     times = best[0] * best[1] / (out_size[0] * out_size[1])
     return (
