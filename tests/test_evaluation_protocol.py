@@ -166,6 +166,12 @@ def test_rows_of_a_perfect_and_a_pulsing_upscaler(clip):
     json.dumps(rows, allow_nan=False)
 
 
+def test_two_models_of_one_name_are_refused():
+    same = protocol.Upscaler("S", lambda frames: frames, per_frame=True)
+    with pytest.raises(InputError, match="two models are called S"):
+        protocol.evaluate([same, replace(same)], [], SMALL)
+
+
 def test_outputs_of_another_shape_are_refused(clip):
     pair = protocol.make_pair(clip, protocol.DEGRADATIONS["mild"], SMALL)
     with pytest.raises(ValueError, match="the model gave"):

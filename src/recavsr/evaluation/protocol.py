@@ -322,7 +322,13 @@ def evaluate(
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Run every upscaler on every degraded clip; one row per (model, degradation, clip)."""
+    """Run every upscaler on every degraded clip; one row per (model, degradation, clip).
+
+    Raises InputError where two upscalers have one name: their rows could not be told apart.
+    """
+    names = [upscaler.name for upscaler in upscalers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"two models are called {twice[0]}: rename one of the folders")
     rows = []
     for clip in clips:
         for name in degradations:
