@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,8 @@ import pytest
 from media import ffmpeg, make_clip
 from recavsr.cli.main import run
 from recavsr.errors import InputError
+from recavsr.stream import estimate
 from recavsr.stream.engine import upscale
-from recavsr.stream.estimate import detour
 from recavsr.stream.resume import work_folder
 from recavsr.stream.step import IdentityModel
 
@@ -103,8 +106,10 @@ def test_memory_grows_with_the_size(film: Path, tmp_path: Path) -> None:
 
 
 def test_a_way_by_the_native_scale_is_said_and_counted(
-    film: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    film: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = SimpleNamespace(perf_counter=partial(next, itertools.count()))  # every trial block takes a second
+    monkeypatch.setattr(estimate, "time", clock)
     arguments: tuple[object, ...] = (film, "-o", tmp_path / "out.mp4", "--device", "cpu", "--scale")
     full, half, direct = (
         planned(capsys, *arguments, *more)["estimate"] for more in ("4", "2", ("2", "--direct"))
@@ -114,6 +119,7 @@ def test_a_way_by_the_native_scale_is_said_and_counted(
     assert direct["seconds"] < half["seconds"]
     assert run(["upscale", *map(str, arguments), "2", "--dry-run"]) == 0
     assert "note: frames are made at 384x216, the model's own scale" in capsys.readouterr().err
+    detour = estimate.detour
     assert detour((720, 1280), (1440, 2560), 4.0, direct=True) is None
     assert detour((720, 1280), (2880, 5120), 4.0, direct=False) is None
     said = detour((720, 1280), (1440, 2560), 4.0, direct=False)

@@ -127,15 +127,20 @@ def native_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scal
     scale, it is these. A native scale of 0 has no such limit.
     """
     native = scaled_size(*lr_size, native_scale)
-    if min(out / side if side else 1 for out, side in zip(out_size, native)) >= NATIVE_ENOUGH:
+    if all(out >= NATIVE_ENOUGH * side for out, side in zip(out_size, native)):
         return out_size
     return max(out_size[0], native[0]), max(out_size[1], native[1])
 
 
-def working_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float) -> tuple[int, int]:
-    """Return the size (height, width) at which it does: `native_size`, if too large that of the output."""
+def working_size(
+    lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float, *, direct: bool = False
+) -> tuple[int, int]:
+    """Return the size (height, width) at which it does: `native_size`, if too large that of the output.
+
+    With `direct` it is the output's anyway.
+    """
     height, width = native_size(lr_size, out_size, native_scale)
-    return (height, width) if height * width <= LARGEST_DETOUR else out_size
+    return out_size if direct or height * width > LARGEST_DETOUR else (height, width)
 
 
 def padded_size(height: int, width: int, multiple: int) -> tuple[int, int]:

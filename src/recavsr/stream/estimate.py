@@ -86,7 +86,7 @@ def estimate(
     loaded, needed, on_card, native_scale = look
     work_size = said = None
     if native_scale is not None:
-        work_size = _work_size(plan, native_scale, direct=direct)
+        work_size = working_size(plan.lr_size, plan.out_size, native_scale, direct=direct)
         said = detour(plan.lr_size, plan.out_size, native_scale, direct=direct)
     seconds = None
     if loaded is None:
@@ -149,7 +149,7 @@ def _look_at(
 ) -> tuple[BlockModel | None, int, bool, float | None]:
     """Return the model (if it is small), the bytes it needs, whether they are a card's, its native scale."""
     if not isinstance(model, (str, os.PathLike)):
-        size = _work_size(plan, model.native_scale, direct=direct)
+        size = working_size(plan.lr_size, plan.out_size, model.native_scale, direct=direct)
         return model, _frames_of_a_block(model.blocks, size), model.device.type != "cpu", model.native_scale
     target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
@@ -164,7 +164,7 @@ def _look_at(
     folder = ModelFolder.open(model_folder(name))
     folder.check()
     native_scale = folder.generator.native_scale
-    size = _work_size(plan, native_scale, direct=direct)
+    size = working_size(plan.lr_size, plan.out_size, native_scale, direct=direct)
     weight = 1 if precision == "fp8" else dtype.itemsize
     budget = 2**62 if memory is None else parse_memory(memory)
     prompt_tokens = folder.load_prompt().shape[1]
@@ -182,10 +182,6 @@ def _look_at(
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD
     return load(name, **settings) if small else None, needed, on_card, native_scale  # type: ignore[arg-type]
-
-
-def _work_size(plan: Plan, native_scale: float, *, direct: bool) -> tuple[int, int]:
-    return plan.out_size if direct else working_size(plan.lr_size, plan.out_size, native_scale)
 
 
 def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:

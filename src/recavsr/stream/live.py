@@ -181,7 +181,7 @@ def live(
         return choose_picture(info, destination, out_size, aspect, **coding)  # type: ignore[arg-type]
 
     def new_session(lr_size: tuple[int, int], out_size: tuple[int, int], level: int) -> Session:
-        work = out_size if direct else working_size(lr_size, out_size, block_model.native_scale)
+        work = working_size(lr_size, out_size, block_model.native_scale, direct=direct)
         return Session(
             block_model,
             lr_size,

@@ -62,7 +62,7 @@ class Session:
         check_color_fix(color_fix)
         self.model, self.lr_size, self.out_size = model, lr_size, out_size
         self.seed, self.color_fix, self.detect_cuts, self.direct = seed, color_fix, detect_cuts, direct
-        self.work_size = out_size if direct else working_size(lr_size, out_size, model.native_scale)
+        self.work_size = working_size(lr_size, out_size, model.native_scale, direct=direct)
         """The size (height, width) at which the model makes the frames."""
         self.cuts: list[int] = []
         """Where a new shot began, as a count of the frames before it since the session was made."""

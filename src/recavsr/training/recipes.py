@@ -66,7 +66,8 @@ NANO_PAIRS = PairSettings(
     scales={4: 0.6, 3: 0.15, 2: 0.25},
     presets={"clean": 0.1, "mild": 0.3, "medium": 0.42, "heavy": 0.18},
 )
-"""Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show."""
+"""Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show.
+A tenth is clean, so that detail of good input is not taken for noise."""
 
 OpenNano = Callable[[Setup], NanoTraining]
 """Makes the networks that a stage trains, on any device."""
