@@ -376,6 +376,9 @@ def test_released_config_round_trip(config: GeneratorConfig) -> None:
         ({"spatial_window": {"height": 2, "width": 2, "depth": 1}}, "depth"),
         ({"spatial_window": {"height": 0, "width": 2}}, "at least one cell"),
         ({"num_layers": 5}, "4 actions for 5 layers"),
+        ({"native_scale": "four"}, "malformed field .* 'four'"),
+        ({"native_scale": float("inf")}, "native_scale must be a number from 0 on, not inf"),
+        ({"native_scale": -3}, "native_scale must be"),
     ],
 )
 def test_a_wrong_config_is_refused_by_name(change: dict, named: str) -> None:

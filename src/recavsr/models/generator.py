@@ -59,6 +59,8 @@ class GeneratorConfig:
             raise InputError(
                 f"the cache schedule has {len(self.schedule.actions)} actions for {self.layers} layers"
             )
+        if not 0 <= self.native_scale < float("inf"):
+            raise InputError(f"native_scale must be a number from 0 on, not {self.native_scale}")
 
     @property
     def width(self) -> int:
