@@ -241,7 +241,7 @@ def _steady(stage: Stage) -> Stage:
 
     Both blur a little; the weight of structure is there to hold against it.
     """
-    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=2.0, structure_weight=0.6)
+    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=2.0, structure_weight=0.7)
 
 
 def autoencoder_stage() -> Stage:
@@ -272,7 +272,7 @@ def polish_stage() -> Stage:
 
     It lasts long, at joint's rate: what pixels alone lose of LPIPS in joint, a short one does not win back.
     """
-    stage = replace(joint_stage(), latents=8, batch=16, perceptual_weight=0.1, hard_lr_share=0.3)
+    stage = replace(joint_stage(), latents=8, batch=16, perceptual_weight=0.12, hard_lr_share=0.3)
     return replace(stage, perceptual_frames=2)
 
 
@@ -283,7 +283,7 @@ def control_stage() -> Stage:
 
 def control_polish_stage() -> Stage:
     """The control with the polish stage's perceptual loss."""
-    return replace(control_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.1)
+    return replace(control_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.12)
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:

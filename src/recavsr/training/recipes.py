@@ -63,7 +63,7 @@ SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 NANO_PAIRS = PairSettings(
     frames=53,
     still_fraction=0.5,
-    scales={4: 0.6, 3: 0.15, 2: 0.25},
+    scales={4: 0.9, 3: 0.1},
     presets={"clean": 0.1, "mild": 0.3, "medium": 0.42, "heavy": 0.18},
 )
 """Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show.
@@ -193,7 +193,7 @@ def _timed(seconds: float) -> RunSettings:
 
 
 def nano_full() -> Recipe:
-    """nano: a decoder alone, latents added to it, then the paper's stages. 43 minutes on one large card."""
+    """nano: a decoder alone, latents added to it, then the paper's stages. 46 minutes on one large card."""
     joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
         nano_stage("control", _timed(430)),
@@ -202,8 +202,8 @@ def nano_full() -> Recipe:
         stage1_stage("adaptation", _timed(120)),
         stage1_stage("routing", _timed(100)),
         nano_stage("joint", _timed(520), joint),
-        nano_stage("polish", _timed(740), polish),
-        stage2_stage(_timed(380)),
+        nano_stage("polish", _timed(860), polish),
+        stage2_stage(_timed(430)),
     )
     return Recipe(about(nano_full), stages, NANO_PAIRS)
 
