@@ -124,11 +124,16 @@ def test_projector_token_j_reads_frames_up_to_4j(projector: LRProjector, changed
     assert not torch.equal(a[:, :, before], b[:, :, before])
 
 
-def test_projector_in_bfloat16_is_near_float32(projector: LRProjector) -> None:
-    """The two precisions run different code (2-D convolutions in bfloat16)."""
+@pytest.mark.parametrize("sizes", [[21, 8], [1, 4, 1, 1, 14, 8]], ids=str)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_projector_in_bfloat16_is_near_float32(
+    projector: LRProjector, sizes: list[int], gradients: bool
+) -> None:
+    """The two precisions run different code, without gradients in rooms."""
     x = (torch.rand(1, 3, FRAMES, 16, 24) * 2 - 1).bfloat16()
     exact = project(projector.bfloat16().float(), x.float(), [21, 8])
-    half = project(projector.bfloat16(), x, [21, 8])
+    with torch.set_grad_enabled(gradients):
+        half = project(projector.bfloat16(), x, sizes)
     assert half.dtype == torch.bfloat16
     error = (half.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 0.01
@@ -191,6 +196,25 @@ def test_every_method_is_the_library_s_convolution(
     conv.method = method
     torch.testing.assert_close(conv_in_pieces(conv, x, [21, 8]), wanted, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(conv_in_pieces(conv, x, [1, 4, 16, 8]), wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["library", "planes", "shifted", "unfolded"])
+def test_frames_written_into_a_room_give_the_same(method: Method) -> None:
+    torch.manual_seed(0)
+    conv = CausalConv3d(6, 5, (4, 3, 3), (2, 1, 1)).requires_grad_(False)
+    nn.init.normal_(conv.bias)
+    x = torch.randn(2, 6, FRAMES, 5, 7)
+    wanted = conv_in_pieces(conv, x, [21, 8])
+    conv.method = method
+    history, outputs = None, []
+    for piece in x.split([21, 8], dim=2):
+        seen, room = conv.room(x, piece.shape[2], 5, 7)
+        room.copy_(piece)
+        history, out = conv.step_in_room(history, seen)
+        outputs.append(out + conv.bias[:, None, None, None])
+        if method == "shifted":  # a product reads a cell's frames where they are
+            assert seen.permute(0, 3, 4, 2, 1).is_contiguous()
+    torch.testing.assert_close(torch.cat(outputs, dim=2), wanted, atol=2e-6, rtol=1e-5)
 
 
 def test_an_arranged_weight_is_read_without_a_copy() -> None:

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from recavsr import fused
 from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.geometry import frames_of_latents
-from recavsr.models.decoder import DecoderConfig, FlashDecoder
+from recavsr.models.decoder import DecoderConfig, FlashDecoder, _closed, _opened
 from recavsr.models.folded_decoder import pack
 from recavsr.models.presets import nano_decoder, recavsr_5b_decoder
 from tiny import CHANNELS, DECODER, STRIDE, one_thread, tiny_decoder
@@ -159,6 +161,32 @@ def test_bfloat16_is_near_float32(head: str) -> None:
     exact = decode(model.float(), latents, lr_frames.float(), [2, 2])
     assert half.dtype == torch.float32
     assert (half - exact).square().mean().sqrt() < 0.01 * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", HEADS)
+def test_some_rows_at_a_time_change_nothing(
+    head: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU what is wide exists for some cells at a time."""
+    latents, lr_frames = clip(4)
+    model, lr_frames = tiny_decoder(head=head).to(dtype), lr_frames.to(dtype)
+    wanted = decode(model, latents, lr_frames, [2, 2])
+    monkeypatch.setattr(fused, "CPU_ROWS", 7)
+    monkeypatch.setattr(fused, "CPU_NORM_ROWS", 5)
+    found = decode(model, latents, lr_frames, [2, 2])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    assert (found - wanted).square().mean().sqrt() <= tolerance * wanted.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pixels_move_as_in_the_library(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 8, 12).to(dtype)
+    opened = _opened(x, 4)
+    assert torch.equal(opened, F.pixel_unshuffle(x, 4))
+    assert opened.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(_closed(opened, 4), x)
+    assert torch.equal(_closed(opened.contiguous(), 4), x)
 
 
 @pytest.mark.parametrize(("start", "frames"), [(0, 8), (0, 4), (0, 6), (2, 5), (2, 7), (2, 9)])

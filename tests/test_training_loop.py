@@ -25,7 +25,7 @@ from recavsr.errors import InputError
 from recavsr.training.checkpoints import Checkpoints, Position, complete
 from recavsr.training.distributed import World
 from recavsr.training.logs import CsvLog, sample_sheet
-from recavsr.training.loop import RunSettings, TrainingError, train
+from recavsr.training.loop import RunSettings, TrainingError, _sample, train
 from recavsr.training.objective import Batch, BatchSettings, Losses, OptimizerSettings, Player
 from recavsr.training.optimizer import Averages, learning_rate
 from recavsr.training.step import TrainingStep
@@ -252,6 +252,23 @@ def test_drawing_samples_does_not_change_training(tmp_path: Path) -> None:
     run_toy(tmp_path / "with", sample_every=2)
     run_toy(tmp_path / "without")
     assert losses_of(tmp_path / "with") == losses_of(tmp_path / "without")
+
+
+def test_samples_are_drawn_by_layers_as_they_are() -> None:
+    """What is compiled for training is not compiled anew for a picture: without gradients it may fail."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    layer = torch.compile(nn.Linear(2, 2), backend=backend)
+    layer(torch.ones(1, 2))
+    step_function = TrainingStep(ToyGan(), WORLD)
+    batch = Source().batch(step_function.objective.batches)
+    out = _sample(lambda batch: layer(torch.ones(1, 2)), step_function, batch)
+    assert out.shape == (1, 2)
+    assert len(compiled) == 1
 
 
 def test_a_csv_grows_by_rows_and_columns_and_forgets_what_is_redone(tmp_path: Path) -> None:

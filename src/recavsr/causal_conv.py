@@ -92,10 +92,14 @@ class CausalConv3d(nn.Module):
     def room(self, like: Tensor, frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         """Return memory for `step_in_room`, and the part of it [B, C, F, H, W] that takes the next frames.
 
-        Channels lie last in it; type and batch are those of `like` [B, ...].
+        Channels lie last in it, next to them frames where the method wants that; type and batch are those of
+        `like` [B, ...].
         """
-        reach, channels = self.kernel[0] - 1, self.weight.shape[1]
-        seen = like.new_empty(like.shape[0], reach + frames, height, width, channels).permute(0, 4, 1, 2, 3)
+        batch, reach, channels = like.shape[0], self.kernel[0] - 1, self.weight.shape[1]
+        if (self.method or self._best_method(like)) == "shifted":
+            seen = like.new_empty(batch, height, width, reach + frames, channels).permute(0, 4, 3, 1, 2)
+        else:
+            seen = like.new_empty(batch, reach + frames, height, width, channels).permute(0, 4, 1, 2, 3)
         return seen, seen[:, :, reach:]
 
     def step_in_room(
@@ -193,26 +197,28 @@ class CausalConv3d(nn.Module):
         """
         if self.stride[1:] != (1, 1):
             raise ValueError(f"the shifted form needs a stride of 1 in space, not {self.stride[1:]}")
-        frames = x.permute(0, 2, 3, 4, 1).contiguous()
-        step, last = self.stride[0], (outputs - 1) * self.stride[0] + 1
-        pieces = [frames[:, tap : tap + last : step] for tap in range(self.kernel[0])]
-        taps = torch.cat(pieces, dim=4)
-        channels, _, _, rows, columns = self.weight.shape
+        # A cell's frames side by side, as a `room` has them: those of an output are one row of the product.
+        frames = x.permute(0, 3, 4, 2, 1).flatten(3)  # B H W (F C)
+        channels, inputs, time, rows, columns = self.weight.shape
+        taps = frames.unfold(3, time * inputs, self.stride[0] * inputs)[:, :, :, :outputs]
         weight = self.weight.permute(3, 4, 0, 2, 1).flatten(3).flatten(0, 2)
-        parts = F.linear(taps, weight).unflatten(4, (rows, columns, channels))
-        height, width = taps.shape[2:4]
-        start = parts.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
-        out = start.expand(*taps.shape[:4], -1).contiguous()
-        for row in range(rows):
-            for column in range(columns):
-                down, across = row - rows // 2, column - columns // 2
-                here = (
-                    slice(max(0, -down), height - max(0, down)),
-                    slice(max(0, -across), width - max(0, across)),
-                )
-                there = (
-                    slice(max(0, down), height - max(0, -down)),
-                    slice(max(0, across), width - max(0, -across)),
-                )
-                out[:, :, here[0], here[1]] += parts[:, :, there[0], there[1], row, column]
-        return out.to(taps.dtype)
+        height, width = taps.shape[1:3]
+        start = weight.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
+        made = []
+        for one in taps.unbind(3):
+            parts = F.linear(one, weight).unflatten(3, (rows, columns, channels))
+            out = start.expand(*one.shape[:3], -1).contiguous()
+            for row in range(rows):
+                for column in range(columns):
+                    down, across = row - rows // 2, column - columns // 2
+                    here = (
+                        slice(max(0, -down), height - max(0, down)),
+                        slice(max(0, -across), width - max(0, across)),
+                    )
+                    there = (
+                        slice(max(0, down), height - max(0, -down)),
+                        slice(max(0, across), width - max(0, -across)),
+                    )
+                    out[:, here[0], here[1]] += parts[:, there[0], there[1], row, column]
+            made.append(out.to(x.dtype))
+        return torch.stack(made, dim=1)

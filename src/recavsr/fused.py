@@ -17,6 +17,12 @@ from recavsr.fp8 import Float8Rows
 from recavsr.kernels.available import kernels_for
 from recavsr.rope import rotate
 
+CPU_ROWS = 4096
+"""Rows of tokens that go through a product at once on a CPU: what it reads and writes stays in the cache."""
+
+CPU_NORM_ROWS = 2048
+"""The same of norms, whose steps between are float32."""
+
 
 def add_norm(
     x: Tensor, update: Tensor | None, eps: float, float8: bool
@@ -91,7 +97,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from recavsr.kernels import rows
 
         return rows.add_norm(x.flatten(0, -2), None, eps, weight, False)[1].view(x.shape)
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    weight = weight.float()
+    if x.device.type != "cpu" or x.dtype == torch.float32 or torch.is_grad_enabled():
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    out = x.new_empty(x.shape)
+    for piece, place in zip(x.flatten(0, -2).split(CPU_NORM_ROWS), out.flatten(0, -2).split(CPU_NORM_ROWS)):
+        place.copy_(F.rms_norm(piece.float(), weight.shape, weight, eps))
+    return out
 
 
 def rms_norm_silu(
@@ -191,16 +203,30 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def in_pieces(function: Callable[[Tensor], Tensor], last: nn.Linear, x: Tensor, rows: int) -> Tensor:
-    """Apply a function of rows, then a linear layer, to `x` [..., C], on a card at most `rows` at a time.
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Apply a linear layer to `x` [..., C], on a CPU without gradients to some rows at a time."""
+    return layer(x) if x.is_cuda else in_pieces(_same, layer, x, CPU_ROWS)
 
-    What is wide between the two then exists for these only, and may stay in the card's cache.
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def in_pieces(function: Callable[[Tensor], Tensor], last: nn.Linear, x: Tensor, rows: int) -> Tensor:
+    """Apply a function of rows, then a linear layer, to `x` [..., C], without gradients some rows at a time.
+
+    What is wide between the two then exists for these only, and may stay in the cache. On a card that is done
+    with at most `rows`, on a CPU with `CPU_ROWS`.
     """
     flat = x.flatten(0, -2)
-    if not x.is_cuda or torch.is_grad_enabled() or len(flat) <= rows:
+    rows = rows if x.is_cuda else CPU_ROWS
+    if torch.is_grad_enabled() or len(flat) <= rows:
         return last(function(x))
     out = x.new_empty(len(flat), last.out_features)
     pieces = -(-len(flat) // rows)
     for piece, place in zip(flat.tensor_split(pieces), out.tensor_split(pieces)):
-        torch.addmm(last.bias, function(piece), last.weight.t(), out=place)
+        if last.bias is None:
+            torch.mm(function(piece), last.weight.t(), out=place)
+        else:
+            torch.addmm(last.bias, function(piece), last.weight.t(), out=place)
     return out.unflatten(0, x.shape[:-1])

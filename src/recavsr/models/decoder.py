@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import Residual, in_pieces
+from recavsr.fused import Residual, in_pieces, linear
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, copy_both, grid_cells, packed
 from recavsr.models.row_parallel import Band
@@ -164,9 +164,9 @@ class GroupedAttention(nn.Module):
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.config.width // self.config.heads))
 
-        query = rotate(heads(self.query(x)), rotation).to(x.dtype)
-        key = rotate(self.key_norm.in_float32(heads(self.key(x))), rotation).to(x.dtype)
-        return query, key, self.value_norm(heads(self.value(x)))
+        query = rotate(heads(linear(self.query, x)), rotation).to(x.dtype)
+        key = rotate(self.key_norm.in_float32(heads(linear(self.key, x))), rotation).to(x.dtype)
+        return query, key, self.value_norm(heads(linear(self.value, x)))
 
     def step(
         self,
@@ -219,7 +219,7 @@ class GroupedAttention(nn.Module):
         else:  # a copy: the history must not keep the whole block alive
             kept = kept.clone()
         del query, key, value, queries, asked, seen, results
-        return kept, self.output(out.flatten(3))
+        return kept, linear(self.output, out.flatten(3))
 
 
 class SwiGLU(nn.Module):
@@ -233,7 +233,10 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to [..., C]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return in_pieces(self._hidden, self.down, x, PIECE_ROWS)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
 
 
 class DecoderLayer(nn.Module):
@@ -318,30 +321,43 @@ class ConvolutionalHead(nn.Module):
 
         On a CPU without gradients they go through one by one: that bounds the memory, and takes no longer.
         """
+        # The sum is float32: a bfloat16 base would show bands.
         if x.is_cuda or torch.is_grad_enabled():
-            return self._frames(x, grid, lr_frames)
+            return lr_frames.float() + self._detail(x, grid, lr_frames).float()
         out = torch.empty_like(lr_frames, dtype=torch.float32)
         for index in range(x.shape[2]):
             one = slice(index, index + 1)
-            out[:, :, one] = self._frames(x[:, :, one], grid, lr_frames[:, :, one])
+            out[:, :, one].copy_(lr_frames[:, :, one]).add_(
+                self._detail(x[:, :, one], grid, lr_frames[:, :, one])
+            )
         return out
 
-    def _frames(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
+    def _detail(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
+        """Return what is added to the LR frames, of their shape."""
         batch, _, frames, _ = x.shape
         n = self.opening
         # Channels stay last in memory from the linear layer to the last convolution: no reordering.
         cells = self.inner(x.transpose(1, 2).contiguous()).unflatten(2, (grid.height, grid.width))
         cells = cells.unflatten(4, (n, -1)).transpose(3, 4)  # B F H n W (n c)
         cells = cells.flatten(0, 1).flatten(1, 2).unflatten(3, (n, -1)).flatten(2, 3)
-        base = lr_frames.transpose(1, 2).flatten(0, 1)
-        picture = F.pixel_unshuffle(base, self.factor).to(x.dtype, memory_format=torch.channels_last)
+        picture = _opened(lr_frames.transpose(1, 2).flatten(0, 1).to(x.dtype), self.factor)
         hidden = cells.permute(0, 3, 1, 2) + self.stem(picture)
         for mix in self.mix:
             hidden = hidden + mix(F.silu(hidden))
-        detail = F.pixel_shuffle(self.outer(F.silu(hidden)), self.factor)
-        # The sum is float32: a bfloat16 base would show bands.
-        out = base.float() + detail.float()
-        return out.unflatten(0, (batch, frames)).transpose(1, 2)
+        detail = _closed(self.outer(F.silu(hidden)), self.factor)
+        return detail.unflatten(0, (batch, frames)).transpose(1, 2)
+
+
+def _opened(x: Tensor, factor: int) -> Tensor:
+    """Unshuffle the pixels of [B, C, H, W] as `F.pixel_unshuffle` does; channels lie last in memory."""
+    cells = x.unflatten(3, (-1, factor)).unflatten(2, (-1, factor))  # B C H/f f W/f f
+    return packed(cells.permute(0, 2, 4, 1, 3, 5)).flatten(3).permute(0, 3, 1, 2)
+
+
+def _closed(x: Tensor, factor: int) -> Tensor:
+    """Shuffle the pixels of [B, C f f, H, W] as `F.pixel_shuffle` does; channels best lie last in memory."""
+    cells = x.permute(0, 2, 3, 1).unflatten(3, (-1, factor, factor))  # B H W C f f
+    return packed(cells.permute(0, 3, 1, 4, 2, 5)).flatten(4).flatten(2, 3)
 
 
 class FlashDecoder(nn.Module):
@@ -433,7 +449,7 @@ class FlashDecoder(nn.Module):
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
         own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
-        stem = self.lr_stem(grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
+        stem = linear(self.lr_stem, grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = x.flatten(3).permute(0, 3, 2, 1).contiguous()
         early = stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3)
@@ -451,8 +467,10 @@ class FlashDecoder(nn.Module):
         turn = rotation_table(times, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.backbone):
             histories.append(layer.step(next(past), tokens, turn, window, in_place))
-        opened = self.temporal_projection(tokens.sum()).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
-        tokens = Residual(opened, self.lr_late_projection(stem))
+        opened = (
+            linear(self.temporal_projection, tokens.sum()).unflatten(3, (FRAMES_PER_LATENT, -1)).flatten(2, 3)
+        )
+        tokens = Residual(opened, linear(self.lr_late_projection, stem))
         del opened
         times = range(FRAMES_PER_LATENT * first, FRAMES_PER_LATENT * (first + latents))
         frames_at = following(times, None if position is None else FRAMES_PER_LATENT * position)

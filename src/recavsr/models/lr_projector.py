@@ -69,7 +69,7 @@ class LRProjector(nn.Module):
     def _step(
         self, state: LRProjectorState, lr_frames: Tensor, in_place: bool
     ) -> tuple[LRProjectorState, Tensor]:
-        if kernels_for(lr_frames):
+        if kernels_for(lr_frames) or (lr_frames.dtype != torch.float32 and not torch.is_grad_enabled()):
             first, second, x = self._convolved_in_rooms(state, lr_frames, in_place)
         else:
             x = unshuffle_frames(lr_frames, self.latent_stride)

@@ -185,7 +185,8 @@ def _sample(sample: Sample, step_function: TrainingStep, batch: Batch) -> Tensor
         for player in step_function.players.values():
             if player.averages is not None:
                 stack.enter_context(player.averages.in_place_of_parameters())
-        return sample(batch)
+        with torch.compiler.set_stance("force_eager"):  # what is compiled for training is not traced anew
+            return sample(batch)
 
 
 def _estimate(
