@@ -179,6 +179,17 @@ def test_some_rows_at_a_time_change_nothing(
     assert (found - wanted).square().mean().sqrt() <= tolerance * wanted.square().mean().sqrt()
 
 
+def test_autocast_chooses_types_for_all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a training in bfloat16 are drawn so."""
+    monkeypatch.setattr(fused, "CPU_ROWS", 7)
+    latents, lr_frames = clip(2)
+    model = tiny_decoder()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = decode(model, latents, lr_frames, [2])
+    exact = decode(model, latents, lr_frames, [2])
+    assert (half - exact).square().mean().sqrt() < 0.02 * exact.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pixels_move_as_in_the_library(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 8, 12).to(dtype)

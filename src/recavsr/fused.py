@@ -205,7 +205,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply a linear layer to `x` [..., C], on a CPU without gradients to some rows at a time."""
-    return layer(x) if x.is_cuda else in_pieces(_same, layer, x, CPU_ROWS)
+    return in_pieces(_same, layer, x, CPU_ROWS) if x.device.type == "cpu" else layer(x)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -215,12 +215,12 @@ def _same(x: Tensor) -> Tensor:
 def in_pieces(function: Callable[[Tensor], Tensor], last: nn.Linear, x: Tensor, rows: int) -> Tensor:
     """Apply a function of rows, then a linear layer, to `x` [..., C], without gradients some rows at a time.
 
-    What is wide between the two then exists for these only, and may stay in the cache. On a card that is done
-    with at most `rows`, on a CPU with `CPU_ROWS`.
+    What is wide between the two then exists for these only, and may stay in the cache. At most `rows` go
+    through at once, on a CPU at most `CPU_ROWS`. Where autocast chooses types, all do.
     """
-    flat = x.flatten(0, -2)
-    rows = rows if x.is_cuda else CPU_ROWS
-    if torch.is_grad_enabled() or len(flat) <= rows:
+    flat, kind = x.flatten(0, -2), x.device.type
+    rows = CPU_ROWS if kind == "cpu" else rows
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(kind) or len(flat) <= rows:
         return last(function(x))
     out = x.new_empty(len(flat), last.out_features)
     pieces = -(-len(flat) // rows)
