@@ -38,7 +38,8 @@ def write_clip(
     pending = PendingOutput(path, overwrite=True)
     try:
         with av.open(str(pending.path), "w", format="mp4") as container:
-            options = {"crf": str(crf), "preset": "fast", "g": str(keyint)}
+            # Without mb-tree, whose lookahead makes x264's output vary from run to run.
+            options = {"crf": str(crf), "preset": "fast", "g": str(keyint), "x264-params": "mbtree=0"}
             stream = container.add_stream("libx264", rate=rate, options=options)
             to_frame = FromRgb("yuv420p", _BT709, "left")
             for index, pixels in enumerate(frames):
