@@ -118,7 +118,7 @@ def test_states_can_be_copied_saved_and_forgotten(tmp_path: Path) -> None:
         for other in (fork, again):
             assert all(map(np.array_equal, other.push(frames[29:]), wanted))
         assert np.array_equal(np.concatenate(fresh.push(frames))[29:], np.concatenate(wanted))
-        state = session._state
+        (state,) = session._states
         model.step(state, lr_block(model, 1))
         with pytest.raises(ValueError, match="spent"):
             model.step(state, lr_block(model, 1))

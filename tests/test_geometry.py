@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recavsr.geometry import (
+    LARGEST_DETOUR,
+    STRIP_OVERLAP,
     BlockPlan,
     Grid,
+    Strip,
     frames_of_latents,
     native_size,
     padded_size,
     scaled_size,
+    strips_of,
     working_size,
 )
 
@@ -133,7 +142,77 @@ def test_small_enlargements_go_by_way_of_the_native_one(
     assert working_size((100, 180), out_size, native_scale) == expected
 
 
-def test_very_large_frames_are_not_made_to_be_made_smaller() -> None:
-    assert native_size((720, 1280), (1440, 2560), 4.0) == (2880, 5120)
-    assert working_size((540, 960), (1080, 1920), 4.0) == (2160, 3840)
-    assert working_size((720, 1280), (1440, 2560), 4.0) == (1440, 2560)
+@pytest.mark.parametrize(
+    ("lr_size", "out_size", "count"),
+    [
+        ((540, 960), (1080, 1920), 1),
+        ((720, 1280), (1440, 2560), 2),
+        ((1080, 1920), (2160, 3840), 4),
+        ((1080, 1920), (1620, 2880), 4),  # x1.5: strips begin at even rows
+        ((1080, 1920), (1080, 1920), 4),
+        ((1440, 2560), (2160, 3840), 8),
+        ((2160, 3840), (2880, 5120), 17),
+    ],
+)
+def test_very_large_frames_are_made_in_strips(
+    lr_size: tuple[int, int], out_size: tuple[int, int], count: int
+) -> None:
+    strips = strips_of(lr_size, out_size, 4.0)
+    assert len(strips) == count
+    assert strips_of(lr_size, out_size, 4.0, direct=True) == (
+        Strip(range(lr_size[0]), range(out_size[0]), out_size),
+    )
+    assert working_size(lr_size, out_size, 4.0) == native_size(lr_size, out_size, 4.0)
+    assert (strips[0].rows.start, strips[-1].rows.stop) == (0, lr_size[0])
+    assert (strips[0].out_rows.start, strips[-1].out_rows.stop) == (0, out_size[0])
+    for strip in strips:
+        height, width = strip.work_size
+        assert height * width <= LARGEST_DETOUR
+        assert (height, width) == (4 * len(strip.rows), 4 * lr_size[1])
+        ratio = Fraction(out_size[0], lr_size[0])
+        assert (strip.out_rows.start, strip.out_rows.stop) == (
+            strip.rows.start * ratio,
+            strip.rows.stop * ratio,
+        )
+    for before, after in pairwise(strips):
+        assert before.rows.stop - after.rows.start >= STRIP_OVERLAP
+        assert len(before.rows) == len(after.rows)
+    for before, after in zip(strips, strips[2:]):
+        assert before.rows.stop <= after.rows.start
+
+
+@pytest.mark.parametrize(
+    ("lr_size", "out_size"),
+    [
+        (
+            (1081, 1920),
+            (2000, 3700),
+        ),
+        ((8, 600_000), (16, 1_200_000)),
+    ],
+)
+def test_what_can_not_be_made_in_strips_is_made_directly(
+    lr_size: tuple[int, int], out_size: tuple[int, int]
+) -> None:
+    assert strips_of(lr_size, out_size, 4.0) == strips_of(lr_size, out_size, 4.0, direct=True)
+    assert working_size(lr_size, out_size, 4.0) == out_size
+
+
+@given(
+    st.integers(40, 3000),
+    st.integers(40, 3000),
+    st.integers(8, 6000),
+    st.integers(8, 6000),
+    st.sampled_from([2.0, 3.0, 4.0, 3.3]),
+)
+def test_strips_cover_every_row(
+    height: int, width: int, out_height: int, out_width: int, scale: float
+) -> None:
+    strips = strips_of((height, width), (out_height, out_width), scale)
+    given = np.zeros(out_height)
+    for strip in strips:
+        assert len(strip.rows) > 0
+        given[strip.out_rows.start : strip.out_rows.stop] += 1
+        assert math.prod(strip.work_size) <= LARGEST_DETOUR or len(strips) == 1
+    assert given.min() >= 1
+    assert given.max() <= 2

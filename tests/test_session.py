@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recavsr import attention, rope
+from recavsr import attention, geometry, rope
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan
 from recavsr.stream import blocks
@@ -37,9 +37,9 @@ OUT = (23, 35)  # padded to 24 x 40 in the tiny model
 COUNTS = [1, 2, 4, 5, 8, 20, 21, 22, 24, 25, 29, 30]
 
 
-def frames(count: int, seed: int = 0, dtype: type = np.uint8) -> np.ndarray:
+def frames(count: int, seed: int = 0, dtype: type = np.uint8, size: tuple[int, int] = LR) -> np.ndarray:
     high = np.iinfo(dtype).max
-    return np.random.default_rng(seed).integers(0, high, (count, *LR, 3), dtype=dtype, endpoint=True)
+    return np.random.default_rng(seed).integers(0, high, (count, *size, 3), dtype=dtype, endpoint=True)
 
 
 CLIP = frames(30, seed=1)
@@ -229,6 +229,49 @@ def test_small_outputs_go_by_way_of_the_native_scale(tmp_path: Path) -> None:
         session.save(tmp_path / "session")
         others = Session.load(tmp_path / "session", model), session.fork()
         assert [other.work_size for other in others] == [half if direct_too else full] * 2
+
+
+@pytest.mark.parametrize("color_fix", ["none", "wavelet", "adain"])
+def test_large_outputs_are_made_in_strips(
+    color_fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a stream of its own, and they pass into each other."""
+    monkeypatch.setattr(geometry, "STRIP_OVERLAP", 4)
+    monkeypatch.setattr(geometry, "LARGEST_DETOUR", 16 * 4 * LR[1] * 4)
+    model, height = tiny_model(), 40
+    model.native_scale = 4.0
+    clip = frames(30, seed=6, size=(height, LR[1]))
+    lr, out = clip.shape[1:3], (2 * height, 2 * LR[1])
+    session = Session(model, lr, out, color_fix=color_fix)
+    assert len(session.strips) == 3
+    made = run(session, clip, sizes=[3, 19, 8])
+    assert made.shape == (30, *out, 3)
+    for before, strip, after in zip((None, *session.strips), session.strips, (*session.strips[1:], None)):
+        rows = strip.rows
+        part = clip[:, rows.start : rows.stop]
+        alone = run(Session(model, part.shape[1:3], (2 * len(rows), out[1]), color_fix=color_fix), part)
+        first = 0 if before is None else before.out_rows.stop - strip.out_rows.start
+        last = len(strip.out_rows) - (0 if after is None else strip.out_rows.stop - after.out_rows.start)
+        place = made[:, strip.out_rows.start + first : strip.out_rows.start + last]
+        assert np.array_equal(place, alone[:, first:last])
+    session = Session(model, lr, out, color_fix=color_fix)
+    head = session.push(clip[:25])
+    session.save(tmp_path / "session")
+    for other in (Session.load(tmp_path / "session", model), session.fork()):
+        assert np.array_equal(np.concatenate([*head, *other.push(clip[25:]), *other.flush()]), made)
+
+
+def test_strips_of_an_unchanged_picture_are_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "LARGEST_DETOUR", 100 * 4 * 18 * 4)
+    model = IdentityModel()
+    model.native_scale = 4.0
+    smooth = np.linspace(0, 255, 300)[None, :, None, None].repeat(18, 2).repeat(3, 3)
+    clip = smooth.round().astype(np.uint8).repeat(9, 0)
+    session = Session(model, (300, 18), (600, 36))
+    assert len(session.strips) > 2
+    seen = run(session, clip).astype(int)
+    whole = run(Session(model, (300, 18), (600, 36), direct=True), clip).astype(int)
+    assert np.abs(seen - whole).max() <= 1
 
 
 def test_a_session_of_another_model_is_refused(tiny: BlockModel, tmp_path: Path) -> None:

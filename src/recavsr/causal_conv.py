@@ -103,12 +103,12 @@ class CausalConv3d(nn.Module):
         return seen, seen[:, :, reach:]
 
     def step_in_room(
-        self, history: ConvHistory | None, seen: Tensor, in_place: bool = False
+        self, history: ConvHistory | None, seen: Tensor, in_place: bool = False, biased: bool = True
     ) -> tuple[ConvHistory, Tensor]:
-        """Do what `step` does for frames that were written into a `room`; the outputs lack the bias."""
+        """Do what `step` does for frames that were written into a `room`; the bias is added if `biased`."""
         reach = self.kernel[0] - 1
         seen[:, :, :reach] = self._before(history, seen[:, :, reach:])
-        return self._step(history, seen, in_place, None)
+        return self._step(history, seen, in_place, self.bias if biased else None)
 
     def _before(self, history: ConvHistory | None, x: Tensor) -> Tensor:
         """Return the frames in front of `x`: at the start its first one stands for all of them."""

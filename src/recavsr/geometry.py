@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 FRAMES_PER_LATENT = 4
 
@@ -117,7 +118,10 @@ NATIVE_ENOUGH = 7 / 8
 
 
 LARGEST_DETOUR = 9_000_000
-"""Pixels of the largest frames that are made only to be made smaller: beyond, it takes too much memory."""
+"""Pixels of the largest frames that are made at once only to be made smaller: beyond, strip by strip."""
+
+STRIP_OVERLAP = 16
+"""Rows of LR frames that neighbouring strips share at least."""
 
 
 def native_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float) -> tuple[int, int]:
@@ -132,15 +136,48 @@ def native_size(lr_size: tuple[int, int], out_size: tuple[int, int], native_scal
     return max(out_size[0], native[0]), max(out_size[1], native[1])
 
 
+@dataclass(frozen=True)
+class Strip:
+    """Rows of a stream that a model makes as a stream of their own: all of them, or some."""
+
+    rows: range  # of the LR frames
+    out_rows: range  # of the output, all that these rows show
+    work_size: tuple[int, int]  # (height, width) at which the model makes them
+
+
+def strips_of(
+    lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float, *, direct: bool = False
+) -> tuple[Strip, ...]:
+    """Return how a model makes an output: at `native_size`, if that is too large in strips that overlap.
+
+    Strips are of one size, and begin where a row of the output begins. Where no such places are, and with
+    `direct`, the whole is made at the output's size.
+    """
+    size = native_size(lr_size, out_size, native_scale)
+    whole = Strip(range(lr_size[0]), range(out_size[0]), out_size if direct else size)
+    if direct or size == out_size or size[0] * size[1] <= LARGEST_DETOUR:
+        return (whole,)
+    (height, width), ratio = lr_size, Fraction(out_size[0], lr_size[0])
+    step = ratio.denominator
+    overlap = -(-STRIP_OVERLAP // step) * step
+    longest = LARGEST_DETOUR * height // (size[0] * size[1]) // step * step
+    if longest >= 4 * overlap:
+        count = -(-(height - overlap) // (longest - overlap))
+        length = -(-(-(-(height - overlap) // count) + overlap) // step) * step
+        starts = [min(index * (length - overlap), height - length) for index in range(count)]
+        if starts[-1] - starts[-2] >= length // 2:
+            work = native_size((length, width), (int(length * ratio), out_size[1]), native_scale)
+            rows = [range(start, start + length) for start in starts]
+            return tuple(Strip(r, range(int(r.start * ratio), int(r.stop * ratio)), work) for r in rows)
+    return (Strip(whole.rows, whole.out_rows, out_size),)
+
+
 def working_size(
     lr_size: tuple[int, int], out_size: tuple[int, int], native_scale: float, *, direct: bool = False
 ) -> tuple[int, int]:
-    """Return the size (height, width) at which it does: `native_size`, if too large that of the output.
-
-    With `direct` it is the output's anyway.
-    """
-    height, width = native_size(lr_size, out_size, native_scale)
-    return out_size if direct or height * width > LARGEST_DETOUR else (height, width)
+    """Return the size (height, width) at which a model makes frames, all `strips_of` them together."""
+    strips = strips_of(lr_size, out_size, native_scale, direct=direct)
+    return strips[0].work_size if len(strips) == 1 else native_size(lr_size, out_size, native_scale)
 
 
 def padded_size(height: int, width: int, multiple: int) -> tuple[int, int]:

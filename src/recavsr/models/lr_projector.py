@@ -69,7 +69,7 @@ class LRProjector(nn.Module):
     def _step(
         self, state: LRProjectorState, lr_frames: Tensor, in_place: bool
     ) -> tuple[LRProjectorState, Tensor]:
-        if kernels_for(lr_frames) or (lr_frames.dtype != torch.float32 and not torch.is_grad_enabled()):
+        if lr_frames.element_size() == 2 and not torch.is_grad_enabled():
             first, second, x = self._convolved_in_rooms(state, lr_frames, in_place)
         else:
             x = unshuffle_frames(lr_frames, self.latent_stride)
@@ -84,19 +84,20 @@ class LRProjector(nn.Module):
     ) -> tuple[ConvHistory, ConvHistory, Tensor]:
         """Apply both convolutions and norms; what is read is written where it lies behind its history.
 
-        The norms add the convolutions' biases in their own pass.
+        On a card the norms add the convolutions' biases in their own pass.
         """
+        late = kernels_for(lr_frames)
         height, width = (side // self.latent_stride for side in lr_frames.shape[3:])
         seen, room = self.conv1.room(lr_frames, lr_frames.shape[2], height, width)
         cells = room.permute(0, 2, 3, 4, 1).unflatten(4, (-1, self.latent_stride, self.latent_stride))
         copy_packed(cells, _cells_of(lr_frames, self.latent_stride))
-        first, x = self.conv1.step_in_room(state.first, seen, in_place)
+        first, x = self.conv1.step_in_room(state.first, seen, in_place, not late)
         del room, cells, seen
         seen, room = self.conv2.room(x, x.shape[2], height, width)
-        self.norm1.silu(x, room, self.conv1.bias)  # x may be empty
+        self.norm1.silu(x, room, self.conv1.bias if late else None)  # x may be empty
         del x, room
-        second, x = self.conv2.step_in_room(state.second, seen, in_place)
-        return first, second, self.norm2.silu(x, bias=self.conv2.bias)
+        second, x = self.conv2.step_in_room(state.second, seen, in_place, not late)
+        return first, second, self.norm2.silu(x, bias=self.conv2.bias if late else None)
 
 
 def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recavsr.geometry import BlockPlan, native_size, padded_size, working_size
+from recavsr.geometry import BlockPlan, Strip, native_size, padded_size, strips_of, working_size
 from recavsr.kernels.available import kernels_on
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.load import PACKAGED, load, model_folder, resolve_device, resolve_precision
@@ -95,7 +96,8 @@ def estimate(
         how["time"] = "unknown: the source does not say how long it is"
     else:
         assert work_size is not None
-        seconds = _model_seconds(loaded, plan, work_size)
+        strips = strips_of(plan.lr_size, plan.out_size, loaded.native_scale, direct=direct)
+        seconds = _model_seconds(loaded, plan, work_size) * _pixels(strips) / math.prod(work_size)
         how["time"] = (
             "the model alone, timed just now on a small picture; decoding and encoding run beside it"
         )
@@ -123,16 +125,22 @@ def detour(
     best = native_size(lr_size, out_size, native_scale)
     if direct or best == out_size:
         return None
-    if working_size(lr_size, out_size, native_scale) == out_size:
+    strips = strips_of(lr_size, out_size, native_scale)
+    if strips[0].work_size == out_size:
         return (
             f"at the model's own scale frames would be {best[1]}x{best[0]}, too large to be made smaller: "
             "they are made at their own size, which for clean sources is no better than bicubic"
         )
-    times = best[0] * best[1] / (out_size[0] * out_size[1])
+    times = _pixels(strips) / math.prod(out_size)
+    parts = "" if len(strips) == 1 else f", in {len(strips)} strips"
     return (
-        f"frames are made at {best[1]}x{best[0]}, the model's own scale, and then made smaller; "
+        f"frames are made at {best[1]}x{best[0]}, the model's own scale{parts}, and then made smaller; "
         f"--direct is about {times:.2g} times faster, and worse"
     )
+
+
+def _pixels(strips: tuple[Strip, ...]) -> int:
+    return len(strips) * math.prod(strips[0].work_size)
 
 
 # -- the model -------------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ def _look_at(
 ) -> tuple[BlockModel | None, int, bool, float | None]:
     """Return the model (if it is small), the bytes it needs, whether they are a card's, its native scale."""
     if not isinstance(model, (str, os.PathLike)):
-        size = working_size(plan.lr_size, plan.out_size, model.native_scale, direct=direct)
+        size = strips_of(plan.lr_size, plan.out_size, model.native_scale, direct=direct)[0].work_size
         return model, _frames_of_a_block(model.blocks, size), model.device.type != "cpu", model.native_scale
     target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
@@ -164,21 +172,24 @@ def _look_at(
     folder = ModelFolder.open(model_folder(name))
     folder.check()
     native_scale = folder.generator.native_scale
-    size = working_size(plan.lr_size, plan.out_size, native_scale, direct=direct)
+    strips = strips_of(plan.lr_size, plan.out_size, native_scale, direct=direct)
     weight = 1 if precision == "fp8" else dtype.itemsize
     budget = 2**62 if memory is None else parse_memory(memory)
     prompt_tokens = folder.load_prompt().shape[1]
     needed = plan_memory(
         folder.generator,
         folder.decoder,
-        padded_size(*size, folder.generator.token_stride),
+        padded_size(*strips[0].work_size, folder.generator.token_stride),
         BlockPlan(),
         budget,
         prompt_tokens,
         dtype.itemsize,
         weight,
         kernels_on(target, dtype),
+        len(strips),
     ).peak
+    if len(strips) > 1:
+        needed += _frames_of_a_block(BlockPlan(), plan.out_size) // 2  # the whole frames
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD
     return load(name, **settings) if small else None, needed, on_card, native_scale  # type: ignore[arg-type]

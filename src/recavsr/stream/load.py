@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
-from recavsr.geometry import BlockPlan, padded_size, working_size
+from recavsr.geometry import BlockPlan, padded_size, strips_of
 from recavsr.kernels.available import kernels_on, tell_of_compilation
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
@@ -197,10 +197,12 @@ def load(
     make = linear_layers(precision, target)
     resident = None
     if memory is not None:
-        scale = folder.generator.native_scale
-        work_size = out_size if lr_size is None else working_size(lr_size, out_size, scale)
+        work_size, streams = out_size, 1
+        if lr_size is not None:
+            strips = strips_of(lr_size, out_size, folder.generator.native_scale)
+            work_size, streams = strips[0].work_size, len(strips)
         sizes = (folder.generator, folder.decoder, work_size, blocks, memory, prompt.shape[1], target)
-        resident = _resident_layers(*sizes, dtype, make, tell)
+        resident = _resident_layers(*sizes, dtype, make, tell, streams)
     generator: Generator
     if dtype == torch.float32 and resident is None:  # the reference: the plain form
         generator = folder.load_generator(target)
@@ -223,12 +225,13 @@ def _resident_layers(
     dtype: torch.dtype,
     make: MakeLinear | None,
     tell: Callable[[str], None] | None,
+    streams: int = 1,
 ) -> tuple[bool, ...] | None:
     """Plan for a budget of memory, tell the plan, return which layers stay (None: all of them)."""
     size = padded_size(*out_size, config.token_stride)
     weight = dtype.itemsize if make is None else 1
     sizes = (config, decoder, size, blocks, budget, prompt_tokens, dtype.itemsize, weight)
-    plan = plan_memory(*sizes, kernels=kernels_on(device, dtype))
+    plan = plan_memory(*sizes, kernels=kernels_on(device, dtype), streams=streams)
     if tell is not None:
         for line in plan.lines():
             tell(line)

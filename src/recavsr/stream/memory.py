@@ -93,8 +93,9 @@ def plan_memory(
     value: int,
     weight: int,
     kernels: bool = False,
+    streams: int = 1,
 ) -> MemoryPlan:
-    """Plan a stream of padded output `size` (height, width) within `budget` bytes.
+    """Plan a stream of padded output `size` (height, width) within `budget` bytes, or several in turns.
 
     `value` is the bytes of an activation and of most weights, `weight` those of the layers' matrices. With
     `kernels` nothing is gathered, joined to the history or copied in float32 (see `kernels.available`).
@@ -119,10 +120,14 @@ def plan_memory(
         "prompt": value * 2 * config.layers * prompt_tokens * width,
     }
     convolutions = 3 * cells.cells * (pixels + first)
-    history = value * (
-        2 * (sum(capacity) * grid.cells * width + patch * grid.cells)
-        + convolutions
-        + 2 * reach * cells.cells * narrow
+    history = (
+        streams
+        * value
+        * (
+            2 * (sum(capacity) * grid.cells * width + patch * grid.cells)
+            + convolutions
+            + 2 * reach * cells.cells * narrow
+        )
     )
 
     def with_kernels(latents: int, frames: int) -> dict[str, int]:

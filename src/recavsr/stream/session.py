@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recavsr.errors import InputError
-from recavsr.geometry import padded_size, working_size
+from recavsr.geometry import padded_size, strips_of, working_size
 from recavsr.state import State
 from recavsr.stream.blocks import made_smaller, prepare_lr_frames, to_picture
 from recavsr.stream.color_fix import ColorFix, adain, check_color_fix, wavelet
@@ -23,9 +24,9 @@ from recavsr.stream.step import BlockModel
 
 @dataclass(frozen=True)
 class SessionState(State):
-    """A whole session: the model's state and the LR frames that wait for their block."""
+    """A whole session: the model's states, one a strip, and the LR frames that wait for their block."""
 
-    model: State
+    model: tuple[State, ...]
     seen: ShotMemory
     pending: Tensor  # [n, h, w, 3] as int32, frames not yet in a block
     block: int
@@ -39,8 +40,8 @@ class Session:
     (h, w), `out_size` (H, W). Noise is a function of `seed`, `shot` and block. `color_fix` holds colours to
     the input's: "wavelet", "adain" or "none". With `detect_cuts` each shot is a stream of its own: it comes
     out as it would alone; `cuts` says where shots began. What is smaller than the model's native scale asks
-    for is made at that scale (`work_size`) and then made smaller; with `direct` it is made at its own size:
-    faster, and worse. Raises InputError where sizes or options won't do.
+    for is made at that scale (`work_size`) and then made smaller, in `strips` where that is large; with
+    `direct` it is made at its own size: faster, and worse. Raises InputError where sizes or options won't do.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Session:
         self.seed, self.color_fix, self.detect_cuts, self.direct = seed, color_fix, detect_cuts, direct
         self.work_size = working_size(lr_size, out_size, model.native_scale, direct=direct)
         """The size (height, width) at which the model makes the frames."""
+        self.strips = strips_of(lr_size, out_size, model.native_scale, direct=direct)
+        """Which rows it makes as streams of their own: all, or what fits at that size."""
         self.cuts: list[int] = []
         """Where a new shot began, as a count of the frames before it since the session was made."""
         self.pushed = 0
@@ -73,9 +76,9 @@ class Session:
         self._start(shot)
 
     def _start(self, shot: int) -> None:
-        height, width = padded_size(*self.work_size, self.model.size_multiple)
         self.shot = shot
-        self._state: Any = self.model.start(height, width, seed=self.seed, shot=shot)
+        sizes = [padded_size(*strip.work_size, self.model.size_multiple) for strip in self.strips]
+        self._states: list[Any] = [self.model.start(*size, seed=self.seed, shot=shot) for size in sizes]
         self._pending: list[np.ndarray] = []
         self._thumbnails: list[Thumbnail] = []
         self._seen = ShotMemory()
@@ -131,7 +134,8 @@ class Session:
     def fork(self) -> Session:
         """Return an independent session that continues from here: it gets a copy of the whole state."""
         other = self.at_cut(self.pushed)
-        other._state, other._pending, other._block = self._state.clone(), list(self._pending), self._block
+        other._states = [state.clone() for state in self._states]
+        other._pending, other._block = list(self._pending), self._block
         other._seen, other._thumbnails = self._seen, list(self._thumbnails)
         return other
 
@@ -156,7 +160,7 @@ class Session:
         empty = np.zeros((0, *self.lr_size, 3), np.uint8)
         pending = np.concatenate(self._pending) if self._pending else empty
         state = SessionState(
-            self._state.gathered(),
+            tuple(state.gathered() for state in self._states),
             self._seen,
             torch.from_numpy(pending.astype(np.int32)),
             self._block,
@@ -193,7 +197,7 @@ class Session:
             detect_cuts=about["detect_cuts"],
             direct=about["direct"],
         )
-        session._state, session._seen, session._block = state.model, state.seen, state.block
+        session._states, session._seen, session._block = list(state.model), state.seen, state.block
         pending = state.pending.cpu().numpy().astype(np.uint16 if state.uint16 else np.uint8)
         if len(pending):
             session._add(pending)
@@ -233,19 +237,49 @@ class Session:
         count = len(frames)
         if count < wanted:
             frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
-        lr_frames = prepare_lr_frames(frames, self.work_size, self.model.size_multiple, self.model.device)
-        if self.color_fix != "adain":
-            lr_frames = lr_frames.to(self.model.dtype)  # the larger ones are not kept beside a block's work
-        self._state, sr_frames = self.model.step(self._state, lr_frames, count if count < wanted else None)
-        lr_frames = lr_frames[:, :, : sr_frames.shape[2]]
-        height, width = self.work_size
-        if self.color_fix == "adain":
-            sr_frames = adain(sr_frames.float().clamp(-1, 1), lr_frames)
-        elif self.color_fix == "wavelet":
-            sr_frames = wavelet(sr_frames[..., :height, :width], frames[: sr_frames.shape[2]])
+        ending = count if count < wanted else None
+        parts = (self._run_strip(index, frames, count, ending) for index in range(len(self.strips)))
+        sr_frames = next(parts) if len(self.strips) == 1 else self._joined(parts, count)
         self._block += 1
-        sr_frames = made_smaller(sr_frames[:, :, :count, :height, :width], self.out_size)
         difference = color_difference(sr_frames, frames[:count])
         picture = to_picture(sr_frames, self.out_size, frames.dtype)
         self.drift = self.drift.with_block(difference.tolist())  # the device has come so far by now
         return picture
+
+    def _run_strip(self, index: int, frames: np.ndarray, count: int, ending: int | None) -> Tensor:
+        """Run a strip's block; return its `count` frames at the output's size."""
+        strip = self.strips[index]
+        frames = frames[:, strip.rows.start : strip.rows.stop]
+        lr_frames = prepare_lr_frames(frames, strip.work_size, self.model.size_multiple, self.model.device)
+        if self.color_fix != "adain":
+            lr_frames = lr_frames.to(self.model.dtype)  # the larger ones are not kept beside a block's work
+        self._states[index], sr_frames = self.model.step(self._states[index], lr_frames, ending)
+        lr_frames = lr_frames[:, :, : sr_frames.shape[2]]
+        height, width = strip.work_size
+        if self.color_fix == "adain":
+            sr_frames = adain(sr_frames.float().clamp(-1, 1), lr_frames)
+        elif self.color_fix == "wavelet":
+            sr_frames = wavelet(sr_frames[..., :height, :width], frames[: sr_frames.shape[2]])
+        out_size = len(strip.out_rows), self.out_size[1]
+        return made_smaller(sr_frames[:, :, :count, :height, :width], out_size)
+
+    def _joined(self, parts: Iterable[Tensor], count: int) -> Tensor:
+        """Return the strips' `count` frames as whole ones, in float32."""
+        shape = (1, 3, count, *self.out_size)
+        whole = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
+        for index, part in enumerate(parts):
+            rows = self.strips[index].out_rows
+            whole[..., rows.start : rows.stop, :] += part * self._share(index)
+        return whole
+
+    def _share(self, index: int) -> Tensor:
+        """Return how much of each output row [rows, 1] a strip gives: less towards its neighbours' middle."""
+        own = self.strips[index].out_rows
+        share = np.ones(len(own), np.float32)
+        if index:
+            shared = self.strips[index - 1].out_rows.stop - own.start
+            share[:shared] = (np.arange(shared) + 0.5) / shared
+        if index + 1 < len(self.strips):
+            shared = own.stop - self.strips[index + 1].out_rows.start
+            share[-shared:] = 1 - (np.arange(shared) + 0.5) / shared
+        return torch.from_numpy(share)[:, None].to(self.model.device)
