@@ -124,7 +124,7 @@ def test_a_way_by_the_native_scale_is_said_and_counted(
     assert detour((720, 1280), (2880, 5120), 4.0, direct=False) is None
     said = detour((720, 1280), (1440, 2560), 4.0, direct=False)
     assert said is not None
-    assert "made at 5120x2880, the model's own scale, in 2 strips" in said
+    assert "made at 5120x2880, the model's own scale, in 4 strips" in said
     said = detour((721, 1280), (1440, 2560), 4.0, direct=False)
     assert said is not None
     assert "would be 5120x2884, too large" in said

@@ -117,7 +117,7 @@ NATIVE_ENOUGH = 7 / 8
 """Outputs of at least this share of what a model was trained to make are made at their own size."""
 
 
-LARGEST_DETOUR = 9_000_000
+LARGEST_DETOUR = 4_500_000
 """Pixels of the largest frames that are made at once only to be made smaller: beyond, strip by strip."""
 
 STRIP_OVERLAP = 16
