@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,22 +126,27 @@ def check_conditioning(fixtures: Fixtures) -> dict[str, float]:
 
 
 def check_lr_projector(fixtures: Fixtures) -> dict[str, float]:
-    """LR tokens of blocks 0, 1, 2 and 12, projected block by block and in other pieces."""
+    """LR tokens of blocks 0, 1, 2 and 12, projected block by block and in other pieces.
+
+    In float32, whose rounding depends on the processor, and in float64, where what is left is the rounding of
+    the fixtures themselves.
+    """
     projector, wanted = fixtures.generator().lr_projector, fixtures.tensors("lq_projector.safetensors")
 
-    def project(sizes: list[int]) -> Tensor:
+    def project(sizes: list[int], dtype: torch.dtype) -> Tensor:
         state, parts = LRProjectorState(), []
-        for piece in fixtures.lr_frames.split(sizes, dim=2):
-            state, tokens = projector.step(state, piece)
+        for piece in fixtures.lr_frames.to(dtype).split(sizes, dim=2):
+            state, tokens = projector.to(dtype).step(state, piece)
             parts.append(tokens)
         return torch.cat(parts, dim=2)
 
     total = fixtures.lr_frames.shape[2]
     cuts = {"blocks": [21] + [8] * 12, "whole": [total], "odd_pieces": [1, 2, 3, 5, 7, 11, 13] + [25] * 3}
     checks = {}
-    for name, sizes in cuts.items():
-        tokens = project(sizes)
-        checks[f"lr_projector.{name}"] = max(
+    ways = {"lr_projector": torch.float32, "lr_projector_in_float64": torch.float64}
+    for (group, dtype), (name, sizes) in product(ways.items(), cuts.items()):
+        tokens = project(sizes, dtype)
+        checks[f"{group}.{name}"] = max(
             worst(
                 in_token_order(tokens[:, :, PLAN.first_latent(b) :][:, :, : PLAN.latents(b)]),
                 wanted[f"lq_tokens.block{b:02d}"],
