@@ -160,7 +160,8 @@ def strips_of(
     (height, width), ratio = lr_size, Fraction(out_size[0], lr_size[0])
     step = ratio.denominator
     overlap = -(-STRIP_OVERLAP // step) * step
-    longest = LARGEST_DETOUR * height // (size[0] * size[1]) // step * step
+    # Of strips; one row of the size is kept for rounding.
+    longest = (LARGEST_DETOUR // size[1] - 1) * height // size[0] // step * step
     if longest >= 4 * overlap:
         count = -(-(height - overlap) // (longest - overlap))
         length = -(-(-(-(height - overlap) // count) + overlap) // step) * step
