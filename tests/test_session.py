@@ -237,7 +237,7 @@ def test_large_outputs_are_made_in_strips(
 ) -> None:
     """Each is a stream of its own, and they pass into each other."""
     monkeypatch.setattr(geometry, "STRIP_OVERLAP", 4)
-    monkeypatch.setattr(geometry, "LARGEST_DETOUR", 16 * 4 * LR[1] * 4)
+    monkeypatch.setattr(geometry, "LARGEST_DETOUR", (16 * 4 + 1) * LR[1] * 4)
     model, height = tiny_model(), 40
     model.native_scale = 4.0
     clip = frames(30, seed=6, size=(height, LR[1]))
