@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from recavsr import causal_conv
 from recavsr.causal_conv import CausalConv3d, ConvHistory, Method
-from recavsr.layers import packed
+from recavsr.layers import packed, unshuffled
 from recavsr.models import lr_projector
 from recavsr.models.lr_projector import (
     LRProjector,
     LRProjectorState,
-    _unshuffle_channels_last,
     unshuffle_frames,
 )
 from tiny import one_thread
@@ -139,7 +138,7 @@ def test_projector_in_bfloat16_is_near_float32(
     assert error < 0.01
 
 
-@pytest.mark.parametrize("unshuffle", [unshuffle_frames, _unshuffle_channels_last])
+@pytest.mark.parametrize("unshuffle", [unshuffle_frames, unshuffled])
 def test_unshuffle_order_is_channel_row_column(unshuffle: Callable[[Tensor, int], Tensor]) -> None:
     x = torch.arange(2 * 3 * 4 * 6.0).view(1, 2, 3, 4, 6)
     out = unshuffle(x, 2)

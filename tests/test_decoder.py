@@ -15,7 +15,8 @@ from recavsr import fused
 from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.geometry import frames_of_latents
-from recavsr.models.decoder import DecoderConfig, FlashDecoder, _closed, _opened
+from recavsr.layers import unshuffled
+from recavsr.models.decoder import DecoderConfig, FlashDecoder, _closed
 from recavsr.models.folded_decoder import pack
 from recavsr.models.presets import nano_decoder, recavsr_5b_decoder
 from tiny import CHANNELS, DECODER, STRIDE, one_thread, tiny_decoder
@@ -193,7 +194,7 @@ def test_autocast_chooses_types_for_all_rows_at_once(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pixels_move_as_in_the_library(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 8, 12).to(dtype)
-    opened = _opened(x, 4)
+    opened = unshuffled(x[:, :, None], 4).transpose(1, 2).flatten(0, 1)
     assert torch.equal(opened, F.pixel_unshuffle(x, 4))
     assert opened.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(_closed(opened, 4), x)

@@ -274,6 +274,16 @@ def test_strips_of_an_unchanged_picture_are_the_picture(monkeypatch: pytest.Monk
     assert np.abs(seen - whole).max() <= 1
 
 
+def test_a_session_in_other_strips_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lr, out = tiny_model(), (40, LR[1]), (80, 2 * LR[1])
+    model.native_scale = 4.0
+    Session(model, lr, out).save(tmp_path / "session")
+    monkeypatch.setattr(geometry, "STRIP_OVERLAP", 4)
+    monkeypatch.setattr(geometry, "LARGEST_DETOUR", (16 * 4 + 1) * LR[1] * 4)
+    with pytest.raises(InputError, match="another version"):
+        Session.load(tmp_path / "session", model)
+
+
 def test_a_session_of_another_model_is_refused(tiny: BlockModel, tmp_path: Path) -> None:
     Session(tiny, LR, OUT).save(tmp_path / "session")
     with pytest.raises(InputError, match="'tiny', not 'identity'"):

@@ -202,23 +202,25 @@ class CausalConv3d(nn.Module):
         channels, inputs, time, rows, columns = self.weight.shape
         taps = frames.unfold(3, time * inputs, self.stride[0] * inputs)[:, :, :, :outputs]
         weight = self.weight.permute(3, 4, 0, 2, 1).flatten(3).flatten(0, 2)
-        height, width = taps.shape[1:3]
         start = weight.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
-        made = []
-        for one in taps.unbind(3):
-            parts = F.linear(one, weight).unflatten(3, (rows, columns, channels))
-            out = start.expand(*one.shape[:3], -1).contiguous()
-            for row in range(rows):
-                for column in range(columns):
-                    down, across = row - rows // 2, column - columns // 2
-                    here = (
-                        slice(max(0, -down), height - max(0, down)),
-                        slice(max(0, -across), width - max(0, across)),
-                    )
-                    there = (
-                        slice(max(0, down), height - max(0, -down)),
-                        slice(max(0, across), width - max(0, -across)),
-                    )
-                    out[:, here[0], here[1]] += parts[:, there[0], there[1], row, column]
-            made.append(out.to(x.dtype))
-        return torch.stack(made, dim=1)
+        parts = (F.linear(one, weight).unflatten(3, (rows, columns, channels)) for one in taps.unbind(3))
+        return torch.stack([_shifted_sum(part, start).to(x.dtype) for part in parts], dim=1)
+
+
+def _shifted_sum(parts: Tensor, start: Tensor) -> Tensor:
+    """Sum what each cell adds to its neighbours [B, H, W, rows, columns, C], in float32, to `start` [C]."""
+    height, width, rows, columns = parts.shape[1:5]
+    out = start.expand(*parts.shape[:3], -1).contiguous()
+    for row in range(rows):
+        for column in range(columns):
+            down, across = row - rows // 2, column - columns // 2
+            here = (
+                slice(max(0, -down), height - max(0, down)),
+                slice(max(0, -across), width - max(0, across)),
+            )
+            there = (
+                slice(max(0, down), height - max(0, -down)),
+                slice(max(0, across), width - max(0, -across)),
+            )
+            out[:, here[0], here[1]] += parts[:, there[0], there[1], row, column]
+    return out

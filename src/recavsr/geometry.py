@@ -153,24 +153,33 @@ def strips_of(
     Strips are of one size, and begin where a row of the output begins. Where no such places are, and with
     `direct`, the whole is made at the output's size.
     """
-    size = native_size(lr_size, out_size, native_scale)
-    whole = Strip(range(lr_size[0]), range(out_size[0]), out_size if direct else size)
-    if direct or size == out_size or size[0] * size[1] <= LARGEST_DETOUR:
-        return (whole,)
-    (height, width), ratio = lr_size, Fraction(out_size[0], lr_size[0])
-    step = ratio.denominator
-    overlap = -(-STRIP_OVERLAP // step) * step
-    # Of strips; one row of the size is kept for rounding.
-    longest = (LARGEST_DETOUR // size[1] - 1) * height // size[0] // step * step
-    if longest >= 4 * overlap:
-        count = -(-(height - overlap) // (longest - overlap))
-        length = -(-(-(-(height - overlap) // count) + overlap) // step) * step
-        starts = [min(index * (length - overlap), height - length) for index in range(count)]
-        if starts[-1] - starts[-2] >= length // 2:
-            work = native_size((length, width), (int(length * ratio), out_size[1]), native_scale)
-            rows = [range(start, start + length) for start in starts]
-            return tuple(Strip(r, range(int(r.start * ratio), int(r.stop * ratio)), work) for r in rows)
-    return (Strip(whole.rows, whole.out_rows, out_size),)
+    size = out_size if direct else native_size(lr_size, out_size, native_scale)
+    if size != out_size and size[0] * size[1] > LARGEST_DETOUR:
+        ratio = Fraction(out_size[0], lr_size[0])
+        # Of a strip's rows; one row of the size is kept for rounding.
+        longest = (LARGEST_DETOUR // size[1] - 1) * lr_size[0] // size[0]
+        if rows := _overlapping(lr_size[0], longest, ratio.denominator):
+            shown = [range(int(r.start * ratio), int(r.stop * ratio)) for r in rows]
+            size = native_size((len(rows[0]), lr_size[1]), (len(shown[0]), out_size[1]), native_scale)
+            return tuple(Strip(*pair, size) for pair in zip(rows, shown))
+        size = out_size
+    return (Strip(range(lr_size[0]), range(out_size[0]), size),)
+
+
+def _overlapping(extent: int, longest: int, step: int) -> list[range]:
+    """Return ranges of one length, at most `longest`, that cover `extent`, all in multiples of `step`.
+
+    Neighbours share `STRIP_OVERLAP` at least, and others nothing. There are none where that can't be done.
+    """
+    overlap, longest = _rounded_up(STRIP_OVERLAP, step), longest // step * step
+    if longest < 4 * overlap:
+        return []
+    count = -(-(extent - overlap) // (longest - overlap))
+    length = _rounded_up(-(-(extent - overlap) // count) + overlap, step)
+    starts = [min(index * (length - overlap), extent - length) for index in range(count)]
+    if starts[-1] - starts[-2] < length // 2:
+        return []
+    return [range(start, start + length) for start in starts]
 
 
 def working_size(
@@ -183,4 +192,8 @@ def working_size(
 
 def padded_size(height: int, width: int, multiple: int) -> tuple[int, int]:
     """Return the size padded at the bottom and right to a multiple of `multiple` pixels."""
-    return -(-height // multiple) * multiple, -(-width // multiple) * multiple
+    return _rounded_up(height, multiple), _rounded_up(width, multiple)
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

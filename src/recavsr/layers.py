@@ -116,6 +116,17 @@ def grid_cells(x: Tensor, size: int) -> Tensor:
     return packed(cells.permute(0, 3, 5, 2, 1, 4, 6)).flatten(4).flatten(1, 2)
 
 
+def cells_of(frames: Tensor, factor: int) -> Tensor:
+    """View frames [B, C, F, f H, f W] as cells of f x f pixels: [B, F, H, W, C, f, f]."""
+    cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
+    return cells.permute(0, 2, 3, 5, 1, 4, 6)
+
+
+def unshuffled(frames: Tensor, factor: int) -> Tensor:
+    """Pixel-unshuffle every frame: [B, C, F, f H, f W] -> [B, C f f, F, H, W], channels last in memory."""
+    return packed(cells_of(frames, factor)).flatten(4).permute(0, 4, 1, 2, 3)
+
+
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return layer_norm(x) (1 + scale) + shift, computed in float32, in the dtype of `x`.
 

@@ -22,7 +22,7 @@ from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_a
 from recavsr.errors import InputError
 from recavsr.fused import Residual, in_pieces, linear
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, copy_both, grid_cells, packed
+from recavsr.layers import RMSNorm, copy_both, grid_cells, packed, unshuffled
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
@@ -340,18 +340,12 @@ class ConvolutionalHead(nn.Module):
         cells = self.inner(x.transpose(1, 2).contiguous()).unflatten(2, (grid.height, grid.width))
         cells = cells.unflatten(4, (n, -1)).transpose(3, 4)  # B F H n W (n c)
         cells = cells.flatten(0, 1).flatten(1, 2).unflatten(3, (n, -1)).flatten(2, 3)
-        picture = _opened(lr_frames.transpose(1, 2).flatten(0, 1).to(x.dtype), self.factor)
+        picture = unshuffled(lr_frames.to(x.dtype), self.factor).transpose(1, 2).flatten(0, 1)
         hidden = cells.permute(0, 3, 1, 2) + self.stem(picture)
         for mix in self.mix:
             hidden = hidden + mix(F.silu(hidden))
         detail = _closed(self.outer(F.silu(hidden)), self.factor)
         return detail.unflatten(0, (batch, frames)).transpose(1, 2)
-
-
-def _opened(x: Tensor, factor: int) -> Tensor:
-    """Unshuffle the pixels of [B, C, H, W] as `F.pixel_unshuffle` does; channels lie last in memory."""
-    cells = x.unflatten(3, (-1, factor)).unflatten(2, (-1, factor))  # B C H/f f W/f f
-    return packed(cells.permute(0, 2, 4, 1, 3, 5)).flatten(3).permute(0, 3, 1, 2)
 
 
 def _closed(x: Tensor, factor: int) -> Tensor:

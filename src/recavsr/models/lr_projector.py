@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory
 from recavsr.kernels.available import kernels_for
-from recavsr.layers import ChannelRMSNorm, copy_packed, packed
+from recavsr.layers import ChannelRMSNorm, cells_of, copy_packed, unshuffled
 from recavsr.state import State
 
 PIECE_FRAMES = 8
@@ -90,7 +90,7 @@ class LRProjector(nn.Module):
         height, width = (side // self.latent_stride for side in lr_frames.shape[3:])
         seen, room = self.conv1.room(lr_frames, lr_frames.shape[2], height, width)
         cells = room.permute(0, 2, 3, 4, 1).unflatten(4, (-1, self.latent_stride, self.latent_stride))
-        copy_packed(cells, _cells_of(lr_frames, self.latent_stride))
+        copy_packed(cells, cells_of(lr_frames, self.latent_stride))
         first, x = self.conv1.step_in_room(state.first, seen, in_place, not late)
         del room, cells, seen
         seen, room = self.conv2.room(x, x.shape[2], height, width)
@@ -103,14 +103,5 @@ class LRProjector(nn.Module):
 def unshuffle_frames(frames: Tensor, factor: int) -> Tensor:
     """Pixel-unshuffle every frame: [B, C, F, H, W] -> [B, C f f, F, H/f, W/f], order (c, row, column)."""
     if frames.is_cuda:  # the convolutions there read channels last
-        return _unshuffle_channels_last(frames, factor)
+        return unshuffled(frames, factor)
     return F.pixel_unshuffle(frames.transpose(1, 2), factor).transpose(1, 2)
-
-
-def _unshuffle_channels_last(frames: Tensor, factor: int) -> Tensor:
-    return packed(_cells_of(frames, factor)).flatten(4).permute(0, 4, 1, 2, 3)
-
-
-def _cells_of(frames: Tensor, factor: int) -> Tensor:
-    cells = frames.unflatten(4, (-1, factor)).unflatten(3, (-1, factor))  # B C F H f W f
-    return cells.permute(0, 2, 3, 5, 1, 4, 6)

@@ -95,9 +95,9 @@ def estimate(
     elif plan.frames is None:
         how["time"] = "unknown: the source does not say how long it is"
     else:
-        assert work_size is not None
-        strips = strips_of(plan.lr_size, plan.out_size, loaded.native_scale, direct=direct)
-        seconds = _model_seconds(loaded, plan, work_size) * _pixels(strips) / math.prod(work_size)
+        seconds = _model_seconds(
+            loaded, plan, strips_of(plan.lr_size, plan.out_size, loaded.native_scale, direct=direct)
+        )
         how["time"] = (
             "the model alone, timed just now on a small picture; decoding and encoding run beside it"
         )
@@ -131,16 +131,12 @@ def detour(
             f"at the model's own scale frames would be {best[1]}x{best[0]}, too large to be made smaller: "
             "they are made at their own size, which for clean sources is no better than bicubic"
         )
-    times = _pixels(strips) / math.prod(out_size)
+    times = len(strips) * math.prod(strips[0].work_size) / math.prod(out_size)
     parts = "" if len(strips) == 1 else f", in {len(strips)} strips"
     return (
         f"frames are made at {best[1]}x{best[0]}, the model's own scale{parts}, and then made smaller; "
         f"--direct is about {times:.2g} times faster, and worse"
     )
-
-
-def _pixels(strips: tuple[Strip, ...]) -> int:
-    return len(strips) * math.prod(strips[0].work_size)
 
 
 # -- the model -------------------------------------------------------------------------------------------
@@ -157,8 +153,9 @@ def _look_at(
 ) -> tuple[BlockModel | None, int, bool, float | None]:
     """Return the model (if it is small), the bytes it needs, whether they are a card's, its native scale."""
     if not isinstance(model, (str, os.PathLike)):
-        size = strips_of(plan.lr_size, plan.out_size, model.native_scale, direct=direct)[0].work_size
-        return model, _frames_of_a_block(model.blocks, size), model.device.type != "cpu", model.native_scale
+        strips = strips_of(plan.lr_size, plan.out_size, model.native_scale, direct=direct)
+        needed = _frames_of_a_block(model.blocks, strips[0].work_size) + _joined(plan, strips)
+        return model, needed, model.device.type != "cpu", model.native_scale
     target = resolve_device(device.split(",")[0])
     dtype = resolve_precision(precision, target)
     name, on_card = os.fspath(model), target.type != "cpu"
@@ -188,8 +185,7 @@ def _look_at(
         kernels_on(target, dtype),
         len(strips),
     ).peak
-    if len(strips) > 1:
-        needed += _frames_of_a_block(BlockPlan(), plan.out_size) // 2  # the whole frames
+    needed += _joined(plan, strips)
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD
     return load(name, **settings) if small else None, needed, on_card, native_scale  # type: ignore[arg-type]
@@ -200,13 +196,19 @@ def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:
     return 2 * 4 * 3 * blocks.frames(0) * size[0] * size[1]
 
 
-def _model_seconds(model: BlockModel, plan: Plan, size: tuple[int, int]) -> float:
-    """Time one block on a small picture; scale it to the pixels of `size` and to full blocks."""
+def _joined(plan: Plan, strips: tuple[Strip, ...]) -> int:
+    """Return the whole frames of a block that strips are joined to."""
+    return 0 if len(strips) == 1 else _frames_of_a_block(BlockPlan(), plan.out_size) // 2
+
+
+def _model_seconds(model: BlockModel, plan: Plan, strips: tuple[Strip, ...]) -> float:
+    """Time one block on a small picture; scale it to the pixels of all `strips` and to full blocks."""
     assert plan.frames is not None
+    size, shown = strips[0].work_size, (len(strips[0].rows), plan.lr_size[1])
     multiple = model.size_multiple
     side = max(multiple, _TRIAL_SIDE // multiple * multiple)
     out = [min(side, extent) for extent in size]
-    lr_size = [max(1, round(o * lr / whole)) for o, lr, whole in zip(out, plan.lr_size, size)]
+    lr_size = [max(1, round(o * lr / whole)) for o, lr, whole in zip(out, shown, size)]
     session = Session(model, (lr_size[0], lr_size[1]), (out[0], out[1]), direct=True)
     frames = np.random.default_rng(0).integers(0, 256, (64, *lr_size, 3), np.uint8)
     first = session.frames_wanted
@@ -219,7 +221,7 @@ def _model_seconds(model: BlockModel, plan: Plan, size: tuple[int, int]) -> floa
     a_frame = (time.perf_counter() - began) / count
     padded = first + -(-max(0, plan.frames - first) // count) * count
     area = np.prod(padded_size(*size, multiple)) / np.prod(padded_size(out[0], out[1], multiple))
-    return float(a_frame * area * padded)
+    return float(a_frame * area * len(strips) * padded)
 
 
 # -- memory ----------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class Session:
 
     @classmethod
     def load(cls, path: str | Path, model: BlockModel) -> Session:
-        """Continue a saved session; raise InputError where it was made with another model."""
+        """Continue a saved session; raise InputError where another model, or version, made it."""
         state, about = SessionState.load(path, model.device)
         if about["model"] != model.name:
             raise InputError(f"{path} was saved with model {about['model']!r}, not {model.name!r}")
@@ -197,6 +197,8 @@ class Session:
             detect_cuts=about["detect_cuts"],
             direct=about["direct"],
         )
+        if not isinstance(state.model, tuple) or len(state.model) != len(session.strips):
+            raise InputError(f"{path} was saved by another version of recavsr: start afresh")
         session._states, session._seen, session._block = list(state.model), state.seen, state.block
         pending = state.pending.cpu().numpy().astype(np.uint16 if state.uint16 else np.uint8)
         if len(pending):
