@@ -127,6 +127,15 @@ def unshuffled(frames: Tensor, factor: int) -> Tensor:
     return packed(cells_of(frames, factor)).flatten(4).permute(0, 4, 1, 2, 3)
 
 
+def modulation_table(rows: int, width: int) -> nn.Parameter:
+    """Return the learned part of a modulation [1, rows, width], drawn with variance 1 / width.
+
+    On the meta device it stays empty: random numbers there would import PyTorch's compiler, which takes a second.
+    """
+    table = torch.empty(1, rows, width)
+    return nn.Parameter(table if table.is_meta else table.normal_(std=width**-0.5))
+
+
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return layer_norm(x) (1 + scale) + shift, computed in float32, in the dtype of `x`.
 

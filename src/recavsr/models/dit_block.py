@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.attention import WindowPlan, windowed_attention
-from recavsr.layers import RMSNorm, gated_residual, modulated_norm
+from recavsr.layers import RMSNorm, gated_residual, modulated_norm, modulation_table
 from recavsr.models.kv_history import KVHistory, latents_at
 from recavsr.models.visibility import Visibility
 from recavsr.rope import AxisSplit, rotate
@@ -169,7 +169,7 @@ class DiTBlock(nn.Module):
     def __init__(self, width: int, heads: int, head_width: int, ffn_width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.modulation = nn.Parameter(torch.randn(1, 6, width) / width**0.5)
+        self.modulation = modulation_table(6, width)
         self.self_attention = SelfAttention(width, heads, head_width, eps)
         self.cross_norm = nn.LayerNorm(width, eps)
         self.cross_attention = CrossAttention(width, heads, head_width, eps)

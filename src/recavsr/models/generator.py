@@ -19,7 +19,7 @@ from recavsr.attention import SpatialWindow, plan_window
 from recavsr.cache_policy import Schedule
 from recavsr.errors import InputError
 from recavsr.geometry import BlockPlan, Grid, frames_of_latents
-from recavsr.layers import grid_cells, sinusoid
+from recavsr.layers import grid_cells, modulation_table, sinusoid
 from recavsr.models.dit_block import DiTBlock, LayerCondition
 from recavsr.models.kv_history import HistoryPlan, KVHistory, extend, overwrite, plan_overwrite
 from recavsr.models.lr_projector import LRProjector, LRProjectorState
@@ -195,7 +195,7 @@ class Generator(nn.Module):
             DiTBlock(config.width, config.heads, config.head_width, config.ffn_width, config.eps)
             for _ in range(config.layers)
         )
-        self.modulation = nn.Parameter(torch.randn(1, 2, config.width) / config.width**0.5)
+        self.modulation = modulation_table(2, config.width)
         self.head = nn.Linear(config.width, config.latent_channels * config.patch**2)
 
     def condition(self, prompt: Tensor, timestep: Tensor | float = ONE_STEP) -> Condition:

@@ -282,8 +282,8 @@ def control_stage() -> Stage:
 
 
 def control_polish_stage() -> Stage:
-    """The control with the polish stage's perceptual loss."""
-    return replace(control_stage(), optimizer=_rate(1.5e-4), perceptual_weight=0.12)
+    """The control with the polish stage's rate and perceptual loss, of as many pictures a step."""
+    return replace(control_stage(), optimizer=_rate(3e-4), perceptual_weight=0.12, perceptual_frames=1)
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:
