@@ -24,6 +24,7 @@ FLOORS = {
     "causal_conv": 1,
     "fp8": 1,
     "fused": 1,
+    "onednn": 1,
     "kernels": 1,
     "models": 2,
     "video": 2,

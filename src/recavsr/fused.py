@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from recavsr.fp8 import Float8Rows
 from recavsr.kernels.available import kernels_for
+from recavsr.onednn import PackedLinear
 from recavsr.rope import rotate
 
 CPU_ROWS = 4096
@@ -147,12 +148,25 @@ def norm_rotate(
     return turned(qkv[..., :width], query_weight), turned(qkv[..., width : 2 * width], key_weight)
 
 
-def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the GELU (tanh form) of a linear map of `x` [..., C]; on a card the product does it itself."""
+def gelu_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return the GELU (tanh form) of a linear layer of `x` [..., C]; where it can, the product does it."""
+    if isinstance(layer, PackedLinear):
+        return layer(x, "gelu")
     if kernels_for(x):
-        out = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+        out = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
         return out.unflatten(0, x.shape[:-1])
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    return F.gelu(layer(x), approximate="tanh")
+
+
+def silu_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return the SiLU of a linear layer of `x` [..., C]; where it can, the product does it."""
+    return layer(x, "swish") if isinstance(layer, PackedLinear) else F.silu(layer(x))
+
+
+def swiglu_linear(gate: nn.Linear, up: nn.Linear, x: Tensor) -> Tensor:
+    """Return silu(gate(x)) up(x) of `x` [..., C]; where they can, the products do all of it."""
+    gates = silu_linear(gate, x)
+    return up.times(x, gates) if isinstance(up, PackedLinear) else gates * up(x)
 
 
 def gelu_float8(x: Tensor) -> Tensor | Float8Rows:
@@ -225,7 +239,9 @@ def in_pieces(function: Callable[[Tensor], Tensor], last: nn.Linear, x: Tensor, 
     out = x.new_empty(len(flat), last.out_features)
     pieces = -(-len(flat) // rows)
     for piece, place in zip(flat.tensor_split(pieces), out.tensor_split(pieces)):
-        if last.bias is None:
+        if isinstance(last, PackedLinear):
+            place.copy_(last(function(piece)))
+        elif last.bias is None:
             torch.mm(function(piece), last.weight.t(), out=place)
         else:
             torch.addmm(last.bias, function(piece), last.weight.t(), out=place)

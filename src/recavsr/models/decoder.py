@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_attention
 from recavsr.errors import InputError
-from recavsr.fused import Residual, in_pieces, linear
+from recavsr.fused import Residual, in_pieces, linear, silu_linear, swiglu_linear
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
 from recavsr.layers import RMSNorm, copy_both, grid_cells, packed, unshuffled
 from recavsr.models.row_parallel import Band
@@ -236,7 +236,7 @@ class SwiGLU(nn.Module):
         return in_pieces(self._hidden, self.down, x, PIECE_ROWS)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        return F.silu(self.gate(x)) * self.up(x)
+        return swiglu_linear(self.gate, self.up, x)
 
 
 class DecoderLayer(nn.Module):
@@ -291,7 +291,7 @@ class LinearHead(nn.Module):
         return packed(cells.permute(0, 4, 3, 1, 5, 2, 6)).flatten(5).flatten(3, 4)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        return F.silu(self.inner(x))
+        return silu_linear(self.inner, x)
 
 
 class ConvolutionalHead(nn.Module):

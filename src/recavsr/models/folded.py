@@ -119,8 +119,7 @@ class FoldedFeedForward(FeedForward):
         return self.down(gelu_float8(self.up(x)))
 
     def _hidden(self, x: Tensor) -> Tensor:
-        up = cast(nn.Linear, self.up)
-        return gelu_linear(x, up.weight, up.bias)
+        return gelu_linear(cast(nn.Linear, self.up), x)
 
 
 @overload

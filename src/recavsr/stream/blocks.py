@@ -18,8 +18,8 @@ from recavsr.kernels.available import has_triton
 
 Picture = np.ndarray
 
-PIECE = 1 << 17
-"""How many values the CPU works on at once: a few arrays of so many stay in a core's cache."""
+PIECE = 1 << 19
+"""How many values the CPU works on at once: a few arrays of so many stay in its caches."""
 
 
 LANCZOS_LOBES = 3
@@ -36,30 +36,34 @@ def full_scale(dtype: np.dtype) -> int:
 
 
 def prepare_lr_frames(
-    frames: Picture, size: tuple[int, int], multiple: int, device: torch.device | str = "cpu"
+    frames: Picture,
+    size: tuple[int, int],
+    multiple: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Bring LR frames [N, h, w, 3] to the output size (H, W), padded to `multiple`, in [-1, 1].
 
     Bilinear, rounded to the depth of the input; then padded at the bottom and right by reflection,
     or by replication along an axis whose padding is not smaller than the picture.
-    Returns [1, 3, N, H', W'] in float32.
+    Returns [1, 3, N, H', W'] in `dtype`, rounded to it once.
     """
     white = full_scale(frames.dtype)
     height, width = size
     padded = padded_size(height, width, multiple)
-    out = torch.empty(len(frames), 3, *padded, dtype=torch.float32, device=device)
+    out = torch.empty(len(frames), 3, *padded, dtype=dtype, device=device)
     inside = out[:, :, :height, :width]
     if frames.shape[1:3] == size:
         levels = frames if frames.dtype == np.uint8 else frames.astype(np.int32)
-        inside.copy_(torch.from_numpy(np.ascontiguousarray(levels)).to(device).permute(0, 3, 1, 2))
-        inside.mul_(2.0 / white).sub_(1.0)
+        for source, target in zip(torch.from_numpy(np.ascontiguousarray(levels)).to(device), inside):
+            target.copy_(source.permute(2, 0, 1).float().mul_(2.0 / white).sub_(1.0))
     elif frames.dtype == np.uint8:
         _resize_uint8(torch.from_numpy(np.ascontiguousarray(frames)).to(device), inside)
     else:
         for source, target in zip(frames, inside):
             x = torch.from_numpy(source.astype(np.float32)).to(device).permute(2, 0, 1)
             x = F.interpolate(x[None], size=size, mode="bilinear", align_corners=False)[0]
-            torch.mul(x.round_(), 2.0 / white, out=target).sub_(1.0)
+            target.copy_(x.round_().mul_(2.0 / white).sub_(1.0))
     if out.shape[3] > width:
         out[:, :, :height, width:] = inside[:, :, :, _mirror(width, out.shape[3], out.device)]
     if out.shape[2] > height:
@@ -84,6 +88,7 @@ def _resize_uint8(frames: Tensor, out: Tensor) -> None:
     # The same memory serves all pieces: fresh memory would cost more than the arithmetic.
     lines, beside = torch.empty(2, 3 * height, size[1], dtype=torch.int32, device=device)
     work = torch.empty(2, rows, 3 * size[1], dtype=torch.int32, device=device)
+    levels = torch.empty(3, rows, size[1], dtype=torch.float32, device=device)
     for frame, target in zip(frames, out):
         pixels = frame.transpose(1, 2).contiguous().int().flatten(0, 1)
         torch.gather(pixels, 1, left, out=lines)
@@ -97,8 +102,8 @@ def _resize_uint8(frames: Tensor, out: Tensor) -> None:
             upper.mul_(upper_weight[piece]).bitwise_right_shift_(sixteen)
             lower.mul_(lower_weight[piece]).bitwise_right_shift_(sixteen)
             upper.add_(lower).add_(2).bitwise_right_shift_(2)
-            levels = target[:, piece].copy_(upper.unflatten(1, (3, -1)).transpose(0, 1))
-            levels.mul_(2.0 / 255).sub_(1.0)
+            made = levels[:, : piece.stop - first].copy_(upper.unflatten(1, (3, -1)).transpose(0, 1))
+            target[:, piece] = made.mul_(2.0 / 255).sub_(1.0)
 
 
 def _piece_rows(frames: Tensor) -> int:

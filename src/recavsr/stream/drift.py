@@ -36,6 +36,7 @@ def color_difference(sr_frames: Tensor, lr_frames: np.ndarray) -> Tensor:
     In 8-bit levels, [3], on the device of the SR frames. One frame at a time: no large copies.
     """
     means = [frame.float().clamp(-1, 1).mean(dim=(1, 2)) for frame in sr_frames[0].unbind(1)]
-    reference = lr_frames.mean(axis=(0, 1, 2), dtype=np.float64) * (255 / full_scale(lr_frames.dtype))
+    levels = [lr_frames[..., channel].mean(dtype=np.float64) for channel in range(3)]  # faster than at once
+    reference = np.array(levels) * (255 / full_scale(lr_frames.dtype))
     sr_mean = (torch.stack(means).mean(dim=0) + 1) * 127.5
     return sr_mean - torch.from_numpy(reference.astype(np.float32)).to(sr_mean.device)

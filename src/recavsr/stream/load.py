@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
+from recavsr.fused import CPU_ROWS
 from recavsr.geometry import BlockPlan, padded_size, strips_of
 from recavsr.kernels.available import kernels_on, tell_of_compilation
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
@@ -23,6 +24,7 @@ from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
+from recavsr.onednn import has_packed_products, pack_linears
 from recavsr.stream.devices import open_shared
 from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
@@ -211,7 +213,16 @@ def load(
     decoder = folder.load_decoder(target, dtype)
     if target.type == "cuda" and dtype != torch.float32:
         decoder = pack(decoder)
-    return ReCaVSR(str(name), generator, decoder, prompt, blocks, share)
+    return _packed_for_cpu(ReCaVSR(str(name), generator, decoder, prompt, blocks, share), resident)
+
+
+def _packed_for_cpu(model: ReCaVSR, resident: tuple[bool, ...] | None) -> ReCaVSR:
+    """Lay out the weights of linear layers for a CPU's products of bfloat16, unless layers travel."""
+    if model.device.type == "cpu" and model.dtype == torch.bfloat16 and resident is None:
+        if has_packed_products():
+            pack_linears(model.generator, CPU_ROWS)
+            pack_linears(model.decoder, CPU_ROWS)
+    return model
 
 
 def _resident_layers(
@@ -285,4 +296,4 @@ def random_model(
         parameter.data = parameter.data.to(dtype)
     if target.type == "cuda" and dtype != torch.float32:
         decoder = pack(decoder)
-    return ReCaVSR(name, generator, decoder, prompt, share=share)
+    return _packed_for_cpu(ReCaVSR(name, generator, decoder, prompt, share=share), resident)

@@ -252,9 +252,10 @@ class Session:
         """Run a strip's block; return its `count` frames at the output's size."""
         strip = self.strips[index]
         frames = frames[:, strip.rows.start : strip.rows.stop]
-        lr_frames = prepare_lr_frames(frames, strip.work_size, self.model.size_multiple, self.model.device)
-        if self.color_fix != "adain":
-            lr_frames = lr_frames.to(self.model.dtype)  # the larger ones are not kept beside a block's work
+        dtype = torch.float32 if self.color_fix == "adain" else self.model.dtype
+        lr_frames = prepare_lr_frames(
+            frames, strip.work_size, self.model.size_multiple, self.model.device, dtype
+        )
         self._states[index], sr_frames = self.model.step(self._states[index], lr_frames, ending)
         lr_frames = lr_frames[:, :, : sr_frames.shape[2]]
         height, width = strip.work_size
