@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Folder with parity fixtures, test clips and odd-input cases (RECAVSR_SHARED, default `../shared`)."""
-    folder = Path(os.environ.get("RECAVSR_SHARED", REPOSITORY.parent / "shared"))
+    folder = Path(os.environ.get("RECAVSR_SHARED", REPOSITORY.parent / "shared")).resolve()
     if not folder.is_dir():
         pytest.skip(f"no shared folder at {folder}: set RECAVSR_SHARED")
     return folder
