@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr import fused
 from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
-from recavsr.geometry import frames_of_latents
+from recavsr.geometry import Grid, frames_of_latents
 from recavsr.layers import unshuffled
-from recavsr.models.decoder import DecoderConfig, FlashDecoder, _closed
+from recavsr.models.decoder import ConvolutionalHead, DecoderConfig, FlashDecoder, _closed
 from recavsr.models.folded_decoder import pack
 from recavsr.models.presets import nano_decoder, recavsr_5b_decoder
 from tiny import CHANNELS, DECODER, STRIDE, one_thread, tiny_decoder
@@ -260,3 +260,18 @@ def test_states_written_in_place_change_nothing(window_latents: int) -> None:
     model = tiny_decoder(replace(DECODER, window_latents=window_latents))
     sizes = [6, 2, 2, 1, 1]
     assert torch.equal(decode(model, *clip(12), sizes, in_place=True), decode(model, *clip(12), sizes))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("frames", [1, 3])
+def test_channels_lie_last_through_the_whole_convolutional_head(frames: int) -> None:
+    """One convolution that puts them first costs a sixth of the head's time, for it and its neighbours."""
+    head = ConvolutionalHead(nano_decoder())
+    convolutions = [layer for layer in head.modules() if isinstance(layer, nn.Conv2d)]
+    last: list[bool] = []
+    for layer in convolutions:
+        layer.register_forward_hook(
+            lambda _, given, made: last.append(given[0].stride(1) == made.stride(1) == 1)
+        )
+    head(torch.randn(1, 6 * 5, frames, 256), Grid(6, 5), torch.rand(1, 3, frames, 96, 80))
+    assert last == [True] * len(convolutions) * frames

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr import fused
@@ -256,9 +256,9 @@ def test_passes_over_rows_on_a_card() -> None:
     wanted = F.gelu(x.float(), approximate="tanh")
     assert error(rounded.values.float() * rounded.scale, wanted.flatten(0, -2)) < 4e-2
     assert error(fused.rms_norm(x, weight, 1e-6), F.rms_norm(x.float(), (3072,), weight.float())) < 3e-3
-    linear = torch.randn(256, 3072, device=card).bfloat16() / 55, torch.randn(256, device=card).bfloat16()
-    wanted = F.gelu(F.linear(x.float(), *(y.float() for y in linear)), approximate="tanh")
-    assert error(fused.gelu_linear(x, *linear), wanted) < 1e-2
+    layer = nn.Linear(3072, 256, device=card, dtype=torch.bfloat16)
+    wanted = F.gelu(F.linear(x.float(), layer.weight.float(), layer.bias.float()), approximate="tanh")
+    assert error(fused.gelu_linear(layer, x), wanted) < 1e-2
     table = rotation_table((3, 4), Grid(7, 11), AxisSplit.wan(128), card)
     qkv = torch.randn(1, 77, 2, 9216, device=card).bfloat16()
     for ours, part in zip(fused.norm_rotate(qkv, weight, weight, 1e-6, table, 24), qkv.chunk(3, -1)):

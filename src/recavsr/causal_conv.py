@@ -222,5 +222,5 @@ def _shifted_sum(parts: Tensor, start: Tensor) -> Tensor:
                 slice(max(0, down), height - max(0, -down)),
                 slice(max(0, across), width - max(0, -across)),
             )
-            out[:, here[0], here[1]] += parts[:, there[0], there[1], row, column]
+            out[:, here[0], here[1]].add_(parts[:, there[0], there[1], row, column])
     return out

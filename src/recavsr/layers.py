@@ -130,7 +130,7 @@ def unshuffled(frames: Tensor, factor: int) -> Tensor:
 def modulation_table(rows: int, width: int) -> nn.Parameter:
     """Return the learned part of a modulation [1, rows, width], drawn with variance 1 / width.
 
-    On the meta device it stays empty: random numbers there would import PyTorch's compiler, which takes a second.
+    On the meta device it stays empty: drawing there would import PyTorch's compiler, which takes a second.
     """
     table = torch.empty(1, rows, width)
     return nn.Parameter(table if table.is_meta else table.normal_(std=width**-0.5))

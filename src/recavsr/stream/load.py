@@ -218,10 +218,10 @@ def load(
 
 def _packed_for_cpu(model: ReCaVSR, resident: tuple[bool, ...] | None) -> ReCaVSR:
     """Lay out the weights of linear layers for a CPU's products of bfloat16, unless layers travel."""
-    if model.device.type == "cpu" and model.dtype == torch.bfloat16 and resident is None:
-        if has_packed_products():
-            pack_linears(model.generator, CPU_ROWS)
-            pack_linears(model.decoder, CPU_ROWS)
+    in_bfloat16 = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    if in_bfloat16 and resident is None and has_packed_products():
+        pack_linears(model.generator, CPU_ROWS)
+        pack_linears(model.decoder, CPU_ROWS)
     return model
 
 
