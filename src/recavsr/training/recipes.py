@@ -63,11 +63,11 @@ SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 NANO_PAIRS = PairSettings(
     frames=53,
     still_fraction=0.5,
-    scales={4: 1.0},
-    presets={"clean": 0.08, "mild": 0.27, "medium": 0.5, "heavy": 0.15},
+    scales={4: 0.9, 3: 0.1},
+    presets={"clean": 0.1, "mild": 0.3, "medium": 0.42, "heavy": 0.18},
 )
 """Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show.
-Some are clean, so that detail of good input is not taken for noise. Other enlargements go by way of 4."""
+A tenth is clean, so that detail of good input is not taken for noise."""
 
 OpenNano = Callable[[Setup], NanoTraining]
 """Makes the networks that a stage trains, on any device."""
