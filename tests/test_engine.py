@@ -20,7 +20,7 @@ from media import bar_numbers, ffmpeg, make_clip, pixels, run_identity, times, v
 from recavsr.errors import InputError
 from recavsr.stream.batch import FileStatus, is_video_folder, upscale_many
 from recavsr.stream.engine import Progress, upscale
-from recavsr.stream.pipeline import Channel, Stopped, run_pipeline
+from recavsr.stream.pipeline import Channel, Hooks, Stopped, run_pipeline
 from recavsr.stream.plan import OutputKind, SizeRequest
 from recavsr.stream.session import Session
 from recavsr.stream.step import IdentityModel
@@ -246,6 +246,28 @@ def test_pipeline_errors_of_reader_and_writer_reach_the_caller() -> None:
     with pytest.raises(InputError, match="disk is full"):
         run_pipeline(numbered(10_000), session, sink)
     assert not sink.finished
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_writing_gives_way_to_a_model_on_the_processor_where_asked(gives_way: bool) -> None:
+    priorities: set[int] = set()
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    class Watching(Sink):
+        def write(self, frame: Frame) -> None:
+            priorities.add(priority())
+            started = threading.Thread(target=lambda: priorities.add(priority()))  # as an encoder's
+            started.start()
+            started.join()
+
+    before = priority()
+    session = Session(IdentityModel(), (4, 4), (8, 8))
+    run_pipeline(numbered(3), session, Watching(), Hooks(writing_gives_way=gives_way))
+    assert priorities == {19 if gives_way else before}
+    assert priority() == before
 
 
 def test_a_slow_model_stops_the_reader_from_running_ahead() -> None:

@@ -287,7 +287,8 @@ def upscale(
 
             watch.begin(work.frames)
             marks = on_mark if plan.resumable else None
-            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due)
+            gives_way = block_model.device.type == "cpu"
+            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due, gives_way)
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
             except BaseException:

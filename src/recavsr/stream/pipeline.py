@@ -6,11 +6,14 @@ raised once, in the caller.
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -125,6 +128,8 @@ class Hooks:
     """Told of every mark, in the writing thread, when the writer holds all frames up to there."""
     wants_session: Callable[[], bool] = lambda: False
     """Asked at every mark, in the caller's thread: is its session wanted, with a copy of the whole state?"""
+    writing_gives_way: bool = False
+    """Encode in time that the model leaves: for one that computes on the same processor."""
 
 
 @dataclass
@@ -295,7 +300,20 @@ def _upscale(
 _NO_PIXELS = np.empty((0, 0, 3), np.uint8)
 
 
+def _give_way() -> None:
+    """Let other threads go before this one and those that it starts, where a thread has a priority.
+
+    A product ends when the slowest of the model's threads is done: an encoder that takes one core for a while
+    makes the others wait. Coming last, it gets the time in which the model waits for it.
+    """
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 def _write(writer: Writer, upscaled: Channel[Read | Mark], timing: Timing, hooks: Hooks) -> None:
+    if hooks.writing_gives_way:
+        _give_way()
     for item in upscaled:
         began = time.perf_counter()
         if isinstance(item, Frame):

@@ -119,7 +119,10 @@ def make_shots(
     # The cuts are known; a session that looked for them would miss the frames behind its last shot.
     with open_run(source, output, replace(options, cuts="off")) as run:
         run.reader.passed = first
-        hooks = Hooks(told, lambda stamp: next(numbers) in starts, lambda mark: None)
+        gives_way = model.device.type == "cpu"
+        hooks = Hooks(
+            told, lambda stamp: next(numbers) in starts, lambda mark: None, writing_gives_way=gives_way
+        )
         with run.plan.shots_writer(run.reader, path) as writer:
             items = _frames_before(run.reader, last)
             timing = run_pipeline(items, run.session(model), writer, hooks)
