@@ -93,6 +93,20 @@ def test_packed_products_of_bfloat16_are_as_near_to_float32_as_plain_ones() -> N
     assert errors[1] < 1.1 * errors[0]
 
 
+@needs_operators
+def test_the_trial_finds_right_and_wrong_operators_and_draws_no_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On any machine: in float32 the operators work everywhere."""
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    drawn = torch.random.get_rng_state()
+    assert has_packed_products.__wrapped__()
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    monkeypatch.setattr(PackedLinear, "times", lambda self, x, other: 1.1 * other * self(x))
+    assert not has_packed_products.__wrapped__()
+
+
 def test_operators_that_are_gone_or_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Operators:
         def _is_mkldnn_bf16_supported(self) -> bool:
