@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from recavsr.fused import gelu_linear, in_pieces, silu_linear, swiglu_linear
 from recavsr.onednn import PackedLinear, has_packed_products, pack_linears
+from recavsr.stream import load as loading
 from recavsr.stream.load import load
 from recavsr.stream.session import Session
 
@@ -75,6 +76,22 @@ def test_a_model_in_bfloat16_is_packed_where_that_works() -> None:
         model: Any = load("nano", device="cpu", precision=precision)
         packed = any(isinstance(layer, PackedLinear) for layer in model.decoder.modules())
         assert packed == (precision == "bf16" and has_packed_products())
+
+
+@pytest.mark.parametrize(
+    ("precision", "memory", "parts"), [("bf16", None, 2), ("fp32", None, 0), ("bf16", 1, 0)]
+)
+def test_what_is_packed_when_a_model_is_loaded(
+    precision: str, memory: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any machine: only bfloat16, and nothing while layers wait in main memory."""
+    packed: list[nn.Module] = []
+    monkeypatch.setattr(loading, "has_packed_products", lambda: True)
+    monkeypatch.setattr(loading, "pack_linears", lambda part, rows: packed.append(part))
+    if memory is not None:
+        monkeypatch.setattr(loading, "_resident_layers", lambda *_: (False,) * 6)
+    model: Any = load("nano", device="cpu", precision=precision, memory=memory)
+    assert packed == [model.generator, model.decoder][:parts]
 
 
 @pytest.mark.skipif(not has_packed_products(), reason="no packed products of bfloat16 on this machine")

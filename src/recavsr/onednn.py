@@ -18,16 +18,19 @@ from torch.nn import functional as F
 Activation = Literal["none", "swish", "gelu"]
 
 
+def takes_bfloat16() -> bool:
+    """Return whether this PyTorch has a oneDNN that takes bfloat16 here, with instructions for it or not."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @cache
 def has_packed_products() -> bool:
     """Return whether packed layers of bfloat16 work here, and give what plain ones do."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    plain = nn.utils.skip_init(nn.Linear, 32, 16, device="cpu", dtype=torch.bfloat16)  # draws nothing
-    x = torch.linspace(-1, 1, 4 * 32, device="cpu", dtype=torch.bfloat16).view(4, 32)
     try:
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if not takes_bfloat16():
             return False
+        plain = nn.utils.skip_init(nn.Linear, 32, 16, device="cpu", dtype=torch.bfloat16)  # draws nothing
+        x = torch.linspace(-1, 1, 4 * 32, device="cpu", dtype=torch.bfloat16).view(4, 32)
         with torch.no_grad():
             for values in plain.parameters():
                 values.copy_(torch.linspace(-0.3, 0.3, values.numel()).view_as(values))

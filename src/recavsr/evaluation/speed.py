@@ -248,7 +248,7 @@ def measure_parts(model: ReCaVSR, state: StreamState, size: tuple[int, int]) -> 
                 parts[f"lr_projector, {method}"] = _time_projector(model, state, lr_frames, method)
     small = np.zeros((4 * latents, size[0] // SCALE, size[1] // SCALE, 3), np.uint8)
     parts["enlarging (not in the model)"] = timed(
-        lambda: prepare_lr_frames(small, size, model.size_multiple, device)
+        lambda: prepare_lr_frames(small, size, model.size_multiple, device, model.dtype)
     )
     parts["to pictures (not in the model)"] = timed(lambda: to_picture(frames, size, np.dtype(np.uint8)))
     return {name: round(value, 3) for name, value in parts.items()}

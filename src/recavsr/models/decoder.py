@@ -22,7 +22,7 @@ from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_a
 from recavsr.errors import InputError
 from recavsr.fused import Residual, in_pieces, linear, silu_linear, swiglu_linear
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, cells_of, copy_both, grid_cells, packed
+from recavsr.layers import RMSNorm, copy_both, grid_cells, packed, unshuffled
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
@@ -340,8 +340,8 @@ class ConvolutionalHead(nn.Module):
         cells = self.inner(x.transpose(1, 2).contiguous()).unflatten(2, (grid.height, grid.width))
         cells = cells.unflatten(4, (n, -1)).transpose(3, 4)  # B F H n W (n c)
         cells = cells.flatten(0, 1).flatten(1, 2).unflatten(3, (n, -1)).flatten(2, 3)
-        # Joined before channels go to their place: strides of one picture alone must tell that they lie last.
-        picture = packed(cells_of(lr_frames.to(x.dtype), self.factor)).flatten(4).flatten(0, 1)
+        # Joined while channels are last in shape too: strides of one picture alone must tell that they are.
+        picture = unshuffled(lr_frames.to(x.dtype), self.factor).permute(0, 2, 3, 4, 1).flatten(0, 1)
         hidden = cells.permute(0, 3, 1, 2) + self.stem(picture.permute(0, 3, 1, 2))
         for mix in self.mix:
             hidden = hidden + mix(F.silu(hidden))

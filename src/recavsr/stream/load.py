@@ -24,7 +24,7 @@ from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
-from recavsr.onednn import has_packed_products, pack_linears
+from recavsr.onednn import has_packed_products, pack_linears, takes_bfloat16
 from recavsr.stream.devices import open_shared
 from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
@@ -88,11 +88,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether the device has bfloat16 instructions."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return bool(
-        torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and "avx512_bf16" in _cpu_flags()
-    )
+    return takes_bfloat16() and "avx512_bf16" in _cpu_flags()
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -211,17 +207,31 @@ def load(
     else:
         generator = folder.load_folded(prompt, dtype, make, resident)
     decoder = folder.load_decoder(target, dtype)
-    if target.type == "cuda" and dtype != torch.float32:
+    return _assembled(str(name), generator, decoder, prompt, blocks, share, travels=resident is not None)
+
+
+def _assembled(
+    name: str,
+    generator: Generator,
+    decoder: FlashDecoder,
+    prompt: Tensor,
+    blocks: BlockPlan,
+    share: tuple[int, int],
+    *,
+    travels: bool,
+) -> ReCaVSR:
+    """Put a model together, its layers in the form that the device computes best.
+
+    On a CPU that is the one for products of bfloat16, unless the generator `travels` from main memory.
+    """
+    dtype = decoder.latent_projection.weight.dtype
+    if prompt.is_cuda and dtype != torch.float32:
         decoder = pack(decoder)
-    return _packed_for_cpu(ReCaVSR(str(name), generator, decoder, prompt, blocks, share), resident)
-
-
-def _packed_for_cpu(model: ReCaVSR, resident: tuple[bool, ...] | None) -> ReCaVSR:
-    """Lay out the weights of linear layers for a CPU's products of bfloat16, unless layers travel."""
-    in_bfloat16 = model.device.type == "cpu" and model.dtype == torch.bfloat16
-    if in_bfloat16 and resident is None and has_packed_products():
-        pack_linears(model.generator, CPU_ROWS)
-        pack_linears(model.decoder, CPU_ROWS)
+    model = ReCaVSR(name, generator, decoder, prompt, blocks, share)
+    in_bfloat16 = prompt.device.type == "cpu" and dtype == torch.bfloat16
+    if in_bfloat16 and not travels and has_packed_products():
+        pack_linears(generator, CPU_ROWS)
+        pack_linears(decoder, CPU_ROWS)
     return model
 
 
@@ -294,6 +304,4 @@ def random_model(
     decoder = FlashDecoder(decoder_config).to(target).eval().requires_grad_(False)
     for parameter in decoder.parameters():  # the latents' statistics stay float32
         parameter.data = parameter.data.to(dtype)
-    if target.type == "cuda" and dtype != torch.float32:
-        decoder = pack(decoder)
-    return _packed_for_cpu(ReCaVSR(name, generator, decoder, prompt, share=share), resident)
+    return _assembled(name, generator, decoder, prompt, BlockPlan(), share, travels=resident is not None)
