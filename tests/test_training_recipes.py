@@ -285,6 +285,13 @@ def test_what_a_later_stage_lacks_is_said_at_once(
     assert "LPIPS weights not found" in capsys.readouterr().err
     assert run([*command, "--device", "cpu", "--start", str(tmp_path / "gone")]) == 2
     assert "gone does not exist" in capsys.readouterr().err
+    wrong = tmp_path / "wrong.safetensors"
+    wrong.write_text("no weights")
+    for start in (wrong, tmp_path):
+        assert run([*command, "--device", "cpu", "--start", str(start)]) == 2
+        said = capsys.readouterr().err
+        assert str(start) in said
+        assert len(said.splitlines()) == 1 and "LPIPS" not in said
 
 
 def test_rates_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

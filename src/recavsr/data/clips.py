@@ -17,12 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.data.pack import PackedPhoto, PackedVideo, PackIndex
+from recavsr.data.processes import spread_over
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import Planes, decode_planes
 
@@ -696,11 +695,8 @@ def _fill_cache(
         order = sorted(range(len(jobs)), key=lambda i: -jobs[i][2].frames * math.prod(jobs[i][2].size))
         jobs += [(folder, path, photo, stored) for photo, stored in zip(index.photos, photos)]
         order += range(len(order), len(jobs))
-        if processes:
-            with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-                results = list(pool.map(_decode_item, [jobs[i] for i in order]))
-        else:
-            results = [_decode_item(jobs[i]) for i in order]
+        with spread_over(processes) as spread:
+            results = spread(_decode_item, [jobs[i] for i in order])
         by_job = dict(zip(order, results))
         videos = len(index.videos)
         shot_details = [detail for i in range(videos) for detail in by_job[i]]

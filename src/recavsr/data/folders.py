@@ -9,12 +9,9 @@ cut too many costs little: a shot becomes two.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +25,7 @@ from recavsr.data.pack import (
     keyframes_of,
     thumbnail,
 )
+from recavsr.data.processes import spread_over
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import decode_planes
 from recavsr.video.source import VIDEO_SUFFIXES, is_picture, natural_order
@@ -113,14 +111,12 @@ def index_folders(
 
     found_videos = [] if videos is None else video_files(videos)
     found_photos = [] if photos is None else photo_files(photos)
-    with ProcessPoolExecutor(workers, get_context("spawn")) if workers else nullcontext() as pool:
+    with spread_over(workers) as spread:
 
         def entries(read: Callable[[Path], Any], paths: list[Path]) -> list:
             given = [path.resolve() for path in paths]
             wanted = [path for path in given if path not in leave_out]
-            job = partial(_entry, read)
-            made = map(job, wanted) if pool is None else pool.map(job, wanted, chunksize=4)
-            entry_of = dict(zip(wanted, made))
+            entry_of = dict(zip(wanted, spread(partial(_entry, read), wanted)))
             found = []
             for path in given:
                 entry = entry_of.get(path, "left out")

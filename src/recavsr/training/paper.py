@@ -315,21 +315,20 @@ def paper_5b_stage1() -> Recipe:
         stage1_stage("adaptation", _long(70_000), STAGE1),
         stage1_stage("routing", _long(30_000), replace(STAGE1, phase=RouteLearning())),
     )
-    return Recipe(about(paper_5b_stage1), stages, PAIRS, data="stream")
+    return Recipe(about(paper_5b_stage1), stages, PAIRS, data="stream", read_start=Start.open)
 
 
 def paper_5b_stage2() -> Recipe:
     """Stage 2 of the paper: 10K updates of one-step adversarial training by self-rollout. Eight GPUs."""
-    return Recipe(
-        about(paper_5b_stage2), (stage2_stage(_long(10_000), Stage2Settings()),), PAIRS, data="stream"
-    )
+    stage = stage2_stage(_long(10_000), Stage2Settings())
+    return Recipe(about(paper_5b_stage2), (stage,), PAIRS, data="stream", read_start=Start.open)
 
 
 def paper_5b_decoder() -> Recipe:
     """The paper's LR-conditioned FlashDecoder: up to 500K updates on 17-frame clips. Eight GPUs."""
     stage = decoder_stage(_long(500_000), DecoderSettings(checkpoint=True))
     pairs = replace(PAIRS, frames=17, size=(896, 1344))
-    return Recipe(about(paper_5b_decoder), (stage,), pairs, data="stream")
+    return Recipe(about(paper_5b_decoder), (stage,), pairs, data="stream", read_start=Start.open)
 
 
 def paper_debug() -> Recipe:
@@ -357,7 +356,13 @@ def paper_debug() -> Recipe:
     )
     pairs = replace(PAIRS, frames=frames, size=(64, 96))
     return Recipe(
-        about(paper_debug), stages, pairs, data="stream", sample_of_data=(2, 8), make_start=tiny_start
+        about(paper_debug),
+        stages,
+        pairs,
+        data="stream",
+        sample_of_data=(2, 8),
+        read_start=Start.open,
+        make_start=tiny_start,
     )
 
 

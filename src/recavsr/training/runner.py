@@ -30,7 +30,7 @@ from recavsr.training.checkpoints import complete, read_run
 from recavsr.training.distributed import World, join
 from recavsr.training.loop import RunSettings, train
 from recavsr.training.losses import PerceptualDistance
-from recavsr.training.nano import schedule_text
+from recavsr.training.nano import NanoTraining, schedule_text
 from recavsr.training.objective import Batch, Objective
 
 DataSource = Literal["pool", "exact", "stream"]
@@ -82,6 +82,7 @@ class Recipe:
     pairs: PairSettings = field(default_factory=PairSettings)
     data: DataSource = "pool"
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
+    read_start: Callable[[Path], object] = NanoTraining.starting_from  # what a user starts from; InputError
     make_start: Callable[[Path], None] | None = None  # writes what to start from where a user names nothing
     checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
     whole: tuple[str, ...] = ()  # names of all stages, where `stages` are only some of them
@@ -178,6 +179,8 @@ def _check(recipe: Recipe, options: RunOptions) -> None:
     if options.start is not None and not options.start.exists():
         raise InputError(f"--start {options.start} does not exist: name weights of a run, or a model folder")
     waiting = [s for s in recipe.stages if not (options.resume and is_finished(options.out, s.name))]
+    if options.start is not None and recipe.stages[0] in waiting:
+        recipe.read_start(options.start)
     needed = recipe.after if options.start is None and recipe.stages[0] in waiting else None
     if needed is not None and not is_finished(options.out, needed):
         raise InputError(
