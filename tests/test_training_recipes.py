@@ -291,7 +291,8 @@ def test_what_a_later_stage_lacks_is_said_at_once(
         assert run([*command, "--device", "cpu", "--start", str(start)]) == 2
         said = capsys.readouterr().err
         assert str(start) in said
-        assert len(said.splitlines()) == 1 and "LPIPS" not in said
+        assert len(said.splitlines()) == 1
+        assert "LPIPS" not in said
 
 
 def test_rates_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
