@@ -241,7 +241,7 @@ def _steady(stage: Stage) -> Stage:
 
     Both blur a little; the weight of structure is there to hold against it.
     """
-    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=2.0, structure_weight=0.7)
+    return replace(stage, still_weight=10.0, still_softness=0.02, border_weight=2.0, structure_weight=0.8)
 
 
 def autoencoder_stage() -> Stage:
@@ -272,7 +272,7 @@ def polish_stage() -> Stage:
 
     It lasts long, at joint's rate: what pixels alone lose of LPIPS in joint, a short one does not win back.
     """
-    stage = replace(joint_stage(), latents=8, batch=16, perceptual_weight=0.12, hard_lr_share=0.3)
+    stage = replace(joint_stage(), latents=8, batch=16, perceptual_weight=0.105, hard_lr_share=0.3)
     return replace(stage, perceptual_frames=2)
 
 
@@ -283,7 +283,8 @@ def control_stage() -> Stage:
 
 def control_polish_stage() -> Stage:
     """The control with the polish stage's rate and perceptual loss, of as many pictures a step."""
-    return replace(control_stage(), optimizer=_rate(3e-4), perceptual_weight=0.12, perceptual_frames=1)
+    weight = polish_stage().perceptual_weight
+    return replace(control_stage(), optimizer=_rate(3e-4), perceptual_weight=weight, perceptual_frames=1)
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:

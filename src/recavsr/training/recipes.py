@@ -63,11 +63,11 @@ SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 NANO_PAIRS = PairSettings(
     frames=53,
     still_fraction=0.5,
-    scales={4: 0.9, 3: 0.1},
-    presets={"clean": 0.1, "mild": 0.3, "medium": 0.42, "heavy": 0.18},
+    scales={4: 1.0},
+    presets={"clean": 0.08, "mild": 0.28, "medium": 0.4, "heavy": 0.24},
 )
 """Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show.
-A tenth is clean, so that detail of good input is not taken for noise."""
+Some are clean, so that detail of good input is not taken for noise."""
 
 OpenNano = Callable[[Setup], NanoTraining]
 """Makes the networks that a stage trains, on any device."""
@@ -193,7 +193,7 @@ def _timed(seconds: float) -> RunSettings:
 
 
 def nano_full() -> Recipe:
-    """nano: a decoder alone, latents added to it, then the paper's stages. 41 minutes on one large card."""
+    """nano: a decoder alone, latents added to it, then the paper's stages. 44 minutes on one large card."""
     joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
         nano_stage("control", _timed(430)),
@@ -202,7 +202,7 @@ def nano_full() -> Recipe:
         stage1_stage("adaptation", _timed(120)),
         stage1_stage("routing", _timed(100)),
         nano_stage("joint", _timed(520), joint),
-        nano_stage("polish", _timed(620), polish),
+        nano_stage("polish", _timed(830), polish),
         stage2_stage(_timed(350)),
     )
     return Recipe(about(nano_full), stages, NANO_PAIRS)
