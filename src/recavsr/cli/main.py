@@ -38,6 +38,12 @@ from recavsr.errors import InputError, PartialError
 
 REFUSED = 2
 INTERRUPTED = 130
+OPENMP_SPINS = "20000"
+"""How long OpenMP's threads spin while they wait for one another: `GOMP_SPINCOUNT`, where it is not set.
+
+Where something else wants the cores, shorter spins are up to twice as fast; where nothing does, they cost
+nothing.
+"""
 
 # Newer releases of typer carry their own copy of click, older ones use the package: right in both.
 _CommandError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -112,9 +118,7 @@ def main() -> NoReturn:
     hangup = getattr(signal, "SIGHUP", None)  # the terminal was closed; nohup ignores that
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         signal.signal(hangup, _interrupt)
-    # Read when torch is imported. OpenMP threads spin while they wait for one another; where something else
-    # wants the cores, shorter spins are up to twice as fast, and cost nothing where nothing does.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch is imported
     sys.exit(run(sys.argv[1:]))
 
 

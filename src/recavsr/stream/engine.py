@@ -288,7 +288,7 @@ def upscale(
             watch.begin(work.frames)
             marks = on_mark if plan.resumable else None
             gives_way = block_model.device.type == "cpu"
-            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due, gives_way)
+            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due, writing_gives_way=gives_way)
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
             except BaseException:

@@ -82,7 +82,7 @@ class Recipe:
     pairs: PairSettings = field(default_factory=PairSettings)
     data: DataSource = "pool"
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
-    read_start: Callable[[Path], object] = NanoTraining.starting_from  # what a user starts from; InputError
+    read_start: Callable[[Path], object] = NanoTraining.starting_from  # InputError where it can't be read
     make_start: Callable[[Path], None] | None = None  # writes what to start from where a user names nothing
     checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
     whole: tuple[str, ...] = ()  # names of all stages, where `stages` are only some of them
@@ -179,9 +179,10 @@ def _check(recipe: Recipe, options: RunOptions) -> None:
     if options.start is not None and not options.start.exists():
         raise InputError(f"--start {options.start} does not exist: name weights of a run, or a model folder")
     waiting = [s for s in recipe.stages if not (options.resume and is_finished(options.out, s.name))]
-    if options.start is not None and recipe.stages[0] in waiting:
+    begins = recipe.stages[0] in waiting
+    if begins and options.start is not None:
         recipe.read_start(options.start)
-    needed = recipe.after if options.start is None and recipe.stages[0] in waiting else None
+    needed = recipe.after if begins and options.start is None else None
     if needed is not None and not is_finished(options.out, needed):
         raise InputError(
             f"{recipe.stages[0].name} goes on from what {needed} leaves, and {options.out} holds no finished "
