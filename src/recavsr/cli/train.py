@@ -16,7 +16,9 @@ def command(
     recipe: Annotated[str | None, typer.Argument(help="Name of the recipe; see --list.")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Data folder or pack.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run.")] = None,
-    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their stages.")] = False,
+    list_recipes: Annotated[
+        bool, typer.Option("--list", help="List recipes and stages; of RECIPE its settings.")
+    ] = False,
     stages: Annotated[
         list[str] | None,
         typer.Option(
@@ -27,6 +29,10 @@ def command(
     seconds: Annotated[float | None, typer.Option(min=1, help="Time of the whole recipe.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each stage.")] = None,
     rate: Annotated[float, typer.Option(help="Times all learning rates of the recipe.")] = 1.0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE: another setting; RECIPE --list names them. May be repeated."),
+    ] = None,
     start: Annotated[
         Path | None, typer.Option(help="What the first stage starts from: weights, or a model folder.")
     ] = None,
@@ -60,6 +66,7 @@ def command(
 
     from recavsr.cluster.connection import usable_cores
     from recavsr.stream.load import resolve_device
+    from recavsr.training.adjust import settings_of, settings_of_data, with_settings
     from recavsr.training.recipes import RECIPES
     from recavsr.training.runner import (
         RunOptions,
@@ -70,14 +77,20 @@ def command(
         with_stages,
     )
 
+    known = ", ".join(RECIPES)
+    if recipe is not None and recipe not in RECIPES:
+        raise InputError(f"no recipe {recipe!r}; {known}")
     if list_recipes:
-        for name, make in RECIPES.items():
-            made = make()
+        for name in RECIPES if recipe is None else [recipe]:
+            made = RECIPES[name]()
             print(f"{name}\n    {made.about}\n    stages: {', '.join(s.name for s in made.stages)}")
+            if recipe is not None:
+                print("    data:", *(f"{n}={value}" for n, value in settings_of_data(made).items()))
+                for stage in made.stages:
+                    print(f"    {stage.name}:", *(f"{n}={value}" for n, value in settings_of(stage).items()))
         return
-    if recipe not in RECIPES:
-        known = ", ".join(RECIPES)
-        raise InputError(f"name a recipe: {known}" if recipe is None else f"no recipe {recipe!r}; {known}")
+    if recipe is None:
+        raise InputError(f"name a recipe: {known}")
     if data is None or out is None:
         raise InputError("training needs --data (a data folder or pack) and --out (a folder for the run)")
     if not 0 < rate < float("inf"):
@@ -85,6 +98,8 @@ def command(
     chosen = RECIPES[recipe]()
     if stages:
         chosen = with_stages(chosen, stages)
+    if changes:
+        chosen = with_settings(chosen, changes)
     if stream:
         chosen = replace(chosen, data="stream")
     if not resume and holds_a_run(out, chosen):

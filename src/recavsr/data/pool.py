@@ -79,6 +79,19 @@ class PairSettings:
     sharpen: float = 0.0
     bursts: float = 0.0
 
+    def __post_init__(self) -> None:
+        if min(self.frames, self.degradations, *rows_and_columns(self.size)) < 1:
+            raise InputError(
+                f"pairs need frames, a size and degradations, not {self.frames} frames of {self.size} pixels "
+                f"in {self.degradations} versions"
+            )
+        for name, shares in (("presets", self.presets), ("scales", self.scales)):
+            if min(shares.values(), default=0) < 0 or not sum(shares.values()) > 0:
+                raise InputError(f"the shares of {name} must add up to more than 0, not {shares}")
+        for name in ("video_fraction", "still_fraction", "bursts"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is a share from 0 to 1, not {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Pair:

@@ -30,6 +30,7 @@ from recavsr.training.decoder_stage import with_hard_share, with_noise
 from recavsr.training.losses import (
     FrameLosses,
     PerceptualDistance,
+    PixelLoss,
     charbonnier,
     latent_statistics_penalty,
     psnr,
@@ -197,6 +198,8 @@ class Stage:
     batch: int
     optimizer: OptimizerSettings
     latent_weight: float = 0.1
+    pixel: PixelLoss = "charbonnier"
+    pixel_weight: float = 1.0
     difference_weight: float = 0.5
     still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
     still_softness: float = 1e-3  # below this their part is quadratic
@@ -212,6 +215,10 @@ class Stage:
     through_history: bool = False  # joint: gradients flow from a block into those before it
     train_decoder: bool = True  # joint
 
+    def __post_init__(self) -> None:
+        if min(self.latents, self.batch) < 1:
+            raise InputError(f"a batch holds clips of latents, not {self.batch} clips of {self.latents}")
+
     @property
     def frames(self) -> int:
         """Return F."""
@@ -221,8 +228,9 @@ class Stage:
     def frame_losses(self) -> FrameLosses:
         """Return the losses of decoded frames."""
         return FrameLosses(
-            "charbonnier",
+            self.pixel,
             self.perceptual_weight,
+            self.pixel_weight,
             difference_weight=self.difference_weight,
             still_weight=self.still_weight,
             border_weight=self.border_weight,

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from recavsr.errors import InputError
+
 Losses = Mapping[str, Tensor]
 """Named scalars of an update; `loss` is what its player minimises, the others are only logged."""
 
@@ -36,6 +38,12 @@ class BatchSettings:
     frames: int
     images: int = 0
     image_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.clips, self.frames) < 1:
+            raise InputError(f"a batch holds clips of frames, not {self.clips} clips of {self.frames} frames")
+        if not 0 <= self.image_fraction <= 1:
+            raise InputError(f"image_fraction is a share from 0 to 1, not {self.image_fraction}")
 
     def shared_by(self, processes: int, times: int = 1) -> BatchSettings:
         """Return batches `times` as large, rounded up to what so many processes can share."""

@@ -29,6 +29,7 @@ from recavsr.models.generator import Condition, Generator, GeneratorConfig
 from recavsr.models.lora import RANK, attach, load_adapters, merge_into_folder, read_header, save_adapters
 from recavsr.models.wan_vae import WanVAE
 from recavsr.models.weights import ModelFolder, decoder_names, save_model_folder
+from recavsr.training.adjust import Adjustable
 from recavsr.training.batches import BatchSource
 from recavsr.training.decoder_stage import DecoderObjective, DecoderSettings
 from recavsr.training.discriminator import MSQConfig, MSQDiscriminator
@@ -269,7 +270,12 @@ def _leave(objective: Objective, source: BatchSource, result: Path, world: World
 def stage1_stage(name: str, run: RunSettings, settings: Stage1Settings, rank: int = RANK) -> RecipeStage:
     """Return adaptation or routing, as `settings.phase` says."""
     return RecipeStage(
-        name, run, lambda setup: PaperStage1(setup, settings, rank), _leave, _facts(settings, rank=rank)
+        name,
+        run,
+        lambda setup: PaperStage1(setup, settings, rank),
+        _leave,
+        _facts(settings, rank=rank),
+        adjustable=Adjustable(settings, lambda changed: stage1_stage(name, run, changed, rank)),
     )
 
 
@@ -282,8 +288,15 @@ def stage2_stage(
     def build(setup: Setup) -> Objective:
         return PaperStage2(setup, settings, setup.distance(settings.frames.perceptual_weight), msq, rank)
 
-    facts = _facts(settings, rank=rank, discriminator=asdict(msq))
-    return RecipeStage("stage2", run, build, _leave, facts, perceptual=settings.frames.perceptual_weight > 0)
+    return RecipeStage(
+        "stage2",
+        run,
+        build,
+        _leave,
+        _facts(settings, rank=rank, discriminator=asdict(msq)),
+        perceptual=settings.frames.perceptual_weight > 0,
+        adjustable=Adjustable(settings, lambda changed: stage2_stage(run, changed, msq, rank)),
+    )
 
 
 def decoder_stage(run: RunSettings, settings: DecoderSettings) -> RecipeStage:
@@ -293,7 +306,13 @@ def decoder_stage(run: RunSettings, settings: DecoderSettings) -> RecipeStage:
         return PaperDecoder(setup, settings, setup.distance(settings.frames.perceptual_weight))
 
     return RecipeStage(
-        "decoder", run, build, _leave, _facts(settings), perceptual=settings.frames.perceptual_weight > 0
+        "decoder",
+        run,
+        build,
+        _leave,
+        _facts(settings),
+        perceptual=settings.frames.perceptual_weight > 0,
+        adjustable=Adjustable(settings, lambda changed: decoder_stage(run, changed)),
     )
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import cast
 
 from recavsr.data.pool import PairSettings
+from recavsr.training.adjust import Adjustable
 from recavsr.training.batches import BatchSource
 from recavsr.training.decoder_stage import DecoderSettings
 from recavsr.training.discriminator import NANO_MSQ, MSQConfig
 from recavsr.training.distributed import World
+from recavsr.training.growth import grown
 from recavsr.training.loop import RunSettings
 from recavsr.training.nano import (
     STAGES,
@@ -87,8 +89,15 @@ def nano_stage(
     """Return a stage of nano's short form, by default as long and as large as one large card allows."""
     stage = STAGES[name]() if stage is None else stage
     run = RunSettings(seconds=SECONDS[name], precision="bf16", sample_every=1000) if run is None else run
-    build = partial(_build_nano, name, stage, opens)
-    return RecipeStage(name, run, build, _finish_nano, asdict(stage), perceptual=stage.perceptual_weight > 0)
+    return RecipeStage(
+        name,
+        run,
+        partial(_build_nano, name, stage, opens),
+        _finish_nano,
+        asdict(stage),
+        perceptual=stage.perceptual_weight > 0,
+        adjustable=Adjustable(stage, lambda changed: nano_stage(name, run, changed, opens)),
+    )
 
 
 def _build_nano(name: str, stage: Stage, opens: OpenNano, setup: Setup) -> Objective:
@@ -132,7 +141,8 @@ def stage1_stage(
         nano = _on_device(opens, setup)
         return NanoStage1(nano, sizes, routing=name == "routing", scope=scope or FixedScope())
 
-    return RecipeStage(name, run, build, _finish_stage1, {"sizes": asdict(sizes)})
+    adjustable = Adjustable(sizes, lambda changed: stage1_stage(name, run, changed, opens, scope))
+    return RecipeStage(name, run, build, _finish_stage1, {"sizes": asdict(sizes)}, adjustable=adjustable)
 
 
 def _finish_stage1(objective: Objective, source: BatchSource, result: Path, world: World) -> None:
@@ -161,7 +171,13 @@ def stage2_stage(
 
     facts = {"settings": asdict(settings), "msq": asdict(msq)}
     return RecipeStage(
-        "stage2", run, build, _finish_whole, facts, perceptual=settings.frames.perceptual_weight > 0
+        "stage2",
+        run,
+        build,
+        _finish_whole,
+        facts,
+        perceptual=settings.frames.perceptual_weight > 0,
+        adjustable=Adjustable(settings, lambda changed: stage2_stage(run, changed, opens, msq)),
     )
 
 
@@ -177,7 +193,13 @@ def decoder_stage(
 
     facts = {"settings": asdict(settings)}
     return RecipeStage(
-        "decoder", run, build, _finish_whole, facts, perceptual=settings.frames.perceptual_weight > 0
+        "decoder",
+        run,
+        build,
+        _finish_whole,
+        facts,
+        perceptual=settings.frames.perceptual_weight > 0,
+        adjustable=Adjustable(settings, lambda changed: decoder_stage(run, changed, opens)),
     )
 
 
@@ -217,6 +239,18 @@ def nano_control() -> Recipe:
     """The control of nano: the decoder alone on the same data. 13 minutes on one large card."""
     stages = (nano_stage("control"), nano_stage("control_polish"))
     return Recipe(about(nano_control), stages, NANO_PAIRS)
+
+
+def nano_teacher() -> Recipe:
+    """A slow teacher: nano with twice the layers and a wider head, polished on from trained weights."""
+    polish = replace(STAGES["polish"](), through_history=True)
+    stages = (nano_stage("polish", _timed(1200), polish, _open_grown),)
+    return Recipe(about(nano_teacher), stages, NANO_PAIRS, needs_start=True)
+
+
+def _open_grown(setup: Setup) -> NanoTraining:
+    assert setup.start is not None
+    return grown(NanoTraining.starting_from(setup.start))
 
 
 def nano_debug() -> Recipe:
@@ -260,6 +294,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         nano_full,
         nano_short,
         nano_control,
+        nano_teacher,
         nano_debug,
         paper_5b_stage1,
         paper_5b_stage2,

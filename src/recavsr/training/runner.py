@@ -19,12 +19,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from recavsr.data.clips import ClipSource
+from recavsr.data.clips import ClipSource, rows_and_columns
 from recavsr.data.pack import build_pack
 from recavsr.data.pool import PairSettings, TrainingPool
 from recavsr.data.stream import ClipStream
 from recavsr.errors import InputError
 from recavsr.models.generator import Generator
+from recavsr.training.adjust import Adjustable
 from recavsr.training.batches import BatchSource, PairSource, PoolSource, StreamSource
 from recavsr.training.checkpoints import complete, read_run
 from recavsr.training.distributed import World, join
@@ -32,6 +33,9 @@ from recavsr.training.loop import RunSettings, train
 from recavsr.training.losses import PerceptualDistance
 from recavsr.training.nano import NanoTraining, schedule_text
 from recavsr.training.objective import Batch, Objective
+
+TOKEN = 32
+"""Pixels of a token's side, in all models that recipes train: crops are multiples of it."""
 
 DataSource = Literal["pool", "exact", "stream"]
 """Where batches come from: a pool for throughput; exactly repeatable batches of a set that was decoded whole;
@@ -71,6 +75,7 @@ class RecipeStage:
     finish: Callable[[Objective, BatchSource, Path, World], None]
     settings: Mapping[str, Any] = field(default_factory=dict)  # for settings.json
     perceptual: bool = False  # wants LPIPS weights, which are looked for before the run begins
+    adjustable: Adjustable | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Recipe:
     sample_of_data: tuple[int, int] | None = None  # use only so many videos and photos (small runs)
     read_start: Callable[[Path], object] = NanoTraining.starting_from  # InputError where it can't be read
     make_start: Callable[[Path], None] | None = None  # writes what to start from where a user names nothing
+    needs_start: bool = False  # there is nothing that it could begin from by itself
     checks: int = 0  # batches, fixed and not trained on, whose loss is said before and after each stage
     whole: tuple[str, ...] = ()  # names of all stages, where `stages` are only some of them
 
@@ -176,12 +182,18 @@ def _check(recipe: Recipe, options: RunOptions) -> None:
     """Raise InputError where what the stages to come need is not there: found at once, not after hours."""
     if options.degrade_on_device and recipe.data != "stream":
         raise InputError("only streamed data is degraded on the device: add --stream")
+    if any(side % TOKEN for side in rows_and_columns(recipe.pairs.size)):
+        raise InputError(f"pairs.size is a multiple of {TOKEN}, the side of a token, not {recipe.pairs.size}")
     if options.start is not None and not options.start.exists():
         raise InputError(f"--start {options.start} does not exist: name weights of a run, or a model folder")
     waiting = [s for s in recipe.stages if not (options.resume and is_finished(options.out, s.name))]
     begins = recipe.stages[0] in waiting
     if begins and options.start is not None:
         recipe.read_start(options.start)
+    if begins and options.start is None and recipe.needs_start:
+        raise InputError(
+            "this recipe goes on from trained weights: name a run's, or a model folder, by --start"
+        )
     needed = recipe.after if begins and options.start is None else None
     if needed is not None and not is_finished(options.out, needed):
         raise InputError(
