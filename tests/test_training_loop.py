@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,13 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from recavsr.errors import InputError
+from recavsr.training import loop
+from recavsr.training.batches import Prefetch
 from recavsr.training.checkpoints import Checkpoints, Position, complete
 from recavsr.training.distributed import World
 from recavsr.training.logs import CsvLog, sample_sheet
 from recavsr.training.loop import RunSettings, TrainingError, _sample, train
 from recavsr.training.objective import Batch, BatchSettings, Losses, OptimizerSettings, Player
 from recavsr.training.optimizer import Averages, learning_rate
-from recavsr.training.step import TrainingStep
+from recavsr.training.step import Rehearsal, TrainingStep
 from recavsr.video.clips import read_clip
 from tiny import one_thread
 from toy_training import BATCHES, FAST, Source, TinyRollout, ToyGan
@@ -303,7 +307,38 @@ def test_time_is_estimated_from_the_first_two_steps(tmp_path: Path) -> None:
     said: list[str] = []
     train(ToyGan(), Source(), RunSettings(steps=6), tmp_path, WORLD, say=said.append)
     assert "before activations" in said[0]
-    assert said[1:] == ["toy: 0 s for the steps left, by the first two"]
+    assert said[1:] == ["toy: 0 s for the steps left, by the last two"]
+
+
+def test_estimates_are_of_steps_that_train_every_player(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step a player costs next to nothing: Stage 2's cost was said at half of what it is."""
+    clock, call = [0.0], TrainingStep.__call__
+
+    def on_the_clock(self: TrainingStep, batch: Batch, step: int, progress: float) -> dict[str, Tensor]:
+        clock[0] += 5 if step >= 3 else 1
+        return call(self, batch, step, progress)
+
+    monkeypatch.setattr(TrainingStep, "__call__", on_the_clock)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    said: list[str] = []
+    train(ToyGan(first_step=3), Source(), RunSettings(steps=8), tmp_path, WORLD, say=said.append)
+    assert said[1:] == ["toy: 15 s for the steps left, by the last two"]
+
+    rehearsed: list[int] = []
+
+    def rehearse(self: TrainingStep, batch: Batch, step: int, progress: float) -> Rehearsal:
+        rehearsed.append(step)
+        return Rehearsal(0.0, 0)
+
+    step_function = TrainingStep(ToyGan(first_step=3), WORLD)
+    step_function.world = replace(WORLD, device=torch.device("cuda"))  # where a step is rehearsed
+    monkeypatch.setattr(TrainingStep, "rehearse", rehearse)
+    feed = Prefetch(Source(), BATCHES, WORLD.device)
+    for step in (0, 5):
+        loop._estimate(step_function, feed, RunSettings(steps=8), step, 0.0, said.append)
+    assert rehearsed == [3, 5]
 
 
 def test_a_stage_needs_an_end() -> None:

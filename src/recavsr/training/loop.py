@@ -116,7 +116,7 @@ def train(
         step, before = position.step, position.seconds
         say(f"{objective.name}: goes on from step {step} ({path})")
     _estimate(step_function, feed, run, step, before, say if world.leads else _silent)
-    begun = step
+    full = _first_full_step(step_function, step)
 
     with ExitStack() as stack:
         log = StageLog(folder, after_step=step) if world.leads else None
@@ -128,14 +128,16 @@ def train(
             elapsed = time.monotonic() - started
             return world.agree(elapsed) if run.seconds else elapsed
 
-        elapsed = seconds()
+        elapsed = full_since = seconds()
         while (progress := run.progress(step, elapsed)) < 1:
+            if step == full:
+                full_since = elapsed
             batch = feed.take()
             losses = step_function(batch, step, progress)
             step, elapsed = step + 1, seconds()
-            if step == begun + 2 and not on_card and run.steps is not None and world.leads:
-                left = (run.steps - step) * (elapsed - before) / 2
-                say(f"{objective.name}: {_duration(left)} for the steps left, by the first two")
+            if step == full + 2 and not on_card and run.steps is not None and world.leads:
+                left = (run.steps - step) * (elapsed - full_since) / 2
+                say(f"{objective.name}: {_duration(left)} for the steps left, by the last two")
             last = run.steps is not None and step == run.steps
             logs, saves = last or step % run.log_every == 0, last or step % run.save_every == 0
             if logs or saves or not on_card:
@@ -205,7 +207,7 @@ def _estimate(
     if step_function.world.device.type != "cuda":
         return
     batch = feed.peek()
-    cost = step_function.rehearse(batch, step, run.progress(step, before))
+    cost = step_function.rehearse(batch, _first_full_step(step_function, step), run.progress(step, before))
     count, _, frames, height, width = batch.hq.shape
     total = (
         "" if run.steps is None else f", {_duration((run.steps - step) * cost.seconds)} for the steps left"
@@ -214,6 +216,11 @@ def _estimate(
         f"{name}: a step of {count} clips of {frames} x {height} x {width} takes "
         f"{cost.seconds * 1000:.0f} ms, {cost.peak_bytes / 1e9:.2f} GB at its peak{total}"
     )
+
+
+def _first_full_step(step_function: TrainingStep, step: int) -> int:
+    """Return the first step, from `step` on, in which every player is trained: what takes time and memory."""
+    return max(step, *(player.settings.first_step for player in step_function.players.values()))
 
 
 def describe_bytes(held: StateBytes) -> str:
