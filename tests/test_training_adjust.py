@@ -47,6 +47,15 @@ def test_the_data_of_all_stages() -> None:
     assert nano_full().pairs.presets["heavy"] != 0.5
 
 
+def test_values_that_are_right_only_together() -> None:
+    with pytest.raises(InputError, match="do not end at a block's end"):
+        with_settings(nano_full(), ["stage2.plan.first=5"])
+    changed = settings_of(
+        stage(with_settings(nano_full(), ["stage2.plan.first=5", "stage2.batches.frames=49"]), "stage2")
+    )
+    assert (changed["plan.first"], changed["batches.frames"]) == (5, 49)
+
+
 def test_kinds_of_values() -> None:
     changed = with_settings(
         nano_full(),
@@ -79,7 +88,7 @@ def test_lengths_and_the_choice_of_stages_stay() -> None:
         ("batch=1.5", "batch is a whole number from 0 on"),
         ("batch=0", "not 0 clips"),
         ("latents=0", "clips of 0"),
-        ("plan.first=0", "plan.first can't be 0|first can't be 0"),
+        ("plan.first=0", "first=0: a block needs at least one latent"),
         ("pixel=l3", "pixel is one of l1, mse, charbonnier"),
         ("train_decoder=maybe", "train_decoder is one of true, false"),
         ("batches.frames=54", "do not end at a block's end"),

@@ -59,10 +59,12 @@ def with_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
                 f"did you mean {' or '.join(near)}?" if near else "`recavsr train RECIPE --list` lists them"
             )
             raise InputError(f"the recipe has no setting {name!r}; {hint}")
-    for name, text in changes.items():
-        if name.startswith(_DATA):
-            recipe = replace(recipe, pairs=_with(recipe.pairs, name.removeprefix(_DATA), text))
-    return replace(recipe, stages=tuple(_adjusted(stage, changes) for stage in recipe.stages))
+    data = {name.removeprefix(_DATA): text for name, text in changes.items() if name.startswith(_DATA)}
+    return replace(
+        recipe,
+        pairs=_with(recipe.pairs, data),
+        stages=tuple(_adjusted(stage, changes) for stage in recipe.stages),
+    )
 
 
 def settings_of(stage: RecipeStage) -> dict[str, Any]:
@@ -85,32 +87,40 @@ def _assignment(text: str) -> tuple[str, str]:
 def _adjusted(stage: RecipeStage, changes: Mapping[str, str]) -> RecipeStage:
     """Return the stage with those changes that name a setting of it, by its own name or after the stage's."""
     mine = settings_of(stage)
-    if stage.adjustable is None:
+    named = (
+        (name if name in mine else name.removeprefix(f"{stage.name}."), changes[name]) for name in changes
+    )
+    own = {name: text for name, text in named if name in mine}
+    if stage.adjustable is None or not own:
         return stage
-    settings = stage.adjustable.settings
+    return replace(stage.adjustable.remake(_with(stage.adjustable.settings, own)), run=stage.run)
+
+
+def _with(settings: Any, changes: Mapping[str, str]) -> Any:
+    """Return the dataclass with the named values replaced, all at once: they may only be right together."""
+    hints, own = get_type_hints(type(settings)), {f.name: getattr(settings, f.name) for f in fields(settings)}
+    inside: dict[str, dict[str, str]] = {}
+    new: dict[str, Any] = {}
     for name, text in changes.items():
-        own = name if name in mine else name.removeprefix(f"{stage.name}.")
-        if own in mine:
-            settings = _with(settings, own, text)
-    return replace(stage.adjustable.remake(settings), run=stage.run)
-
-
-def _with(settings: Any, name: str, text: str) -> Any:
-    """Return the dataclass with the value of that name replaced by what `text` says."""
-    first, _, rest = name.partition(".")
-    if first not in {f.name for f in fields(settings)}:
-        first, rest = _BARE, name
-    inner = getattr(settings, first)
-    if is_dataclass(inner):
-        value = _with(inner, rest, text)
-    elif isinstance(inner, Mapping):
-        value = {key: _read(text, x, float, name) if str(key) == rest else x for key, x in inner.items()}
-    else:
-        value = _read(text, inner, get_type_hints(type(settings))[first], name)
+        first, _, rest = name.partition(".")
+        if first not in own:
+            first, rest = _BARE, name
+        if rest:
+            inside.setdefault(first, {})[rest] = text
+        else:
+            new[first] = _read(text, own[first], hints[first], name)
+    for first, named in inside.items():
+        if is_dataclass(own[first]):
+            new[first] = _with(own[first], named)
+        else:  # shares by name
+            keys = {str(key): key for key in own[first]}
+            read = {keys[key]: _read(text, 0.0, float, f"{first}.{key}") for key, text in named.items()}
+            new[first] = {**own[first], **read}
     try:
-        return replace(settings, **{first: value})
+        return replace(settings, **new)
     except ValueError as error:
-        raise InputError(f"{name} can't be {text}: {error}") from error
+        said = " ".join(f"{name}={text}" for name, text in changes.items())
+        raise InputError(f"{said}: {error}") from error
 
 
 def _read(text: str, before: Any, hint: Any, name: str) -> Any:
