@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recavsr.errors import InputError
-from recavsr.training.adjust import settings_of, with_settings
+from recavsr.training.adjust import settings_of, settings_of_data, with_settings
 from recavsr.training.recipes import RECIPES, nano_full, nano_short
 from recavsr.training.runner import Recipe, RecipeStage, with_budget, with_stages
 
@@ -45,6 +45,13 @@ def test_the_data_of_all_stages() -> None:
     assert changed.pairs.presets == nano_full().pairs.presets | {"heavy": 0.5}
     assert changed.pairs.still_fraction == 0.25
     assert nano_full().pairs.presets["heavy"] != 0.5
+
+
+def test_sizes() -> None:
+    recipe = RECIPES["paper_5b_decoder"]()
+    assert settings_of_data(recipe)["pairs.size"] == "896x1344"
+    assert with_settings(recipe, ["pairs.size=480x832"]).pairs.size == (480, 832)
+    assert with_settings(recipe, ["pairs.size=512"]).pairs.size == 512
 
 
 def test_values_that_are_right_only_together() -> None:
@@ -96,6 +103,8 @@ def test_lengths_and_the_choice_of_stages_stay() -> None:
         ("pairs.still_fraction=2", "still_fraction is a share"),
         ("pairs.scales.4=0", "more than 0"),
         ("pairs.size=0", "pairs need frames"),
+        ("pairs.size=64x", "size is a whole number"),
+        ("structure_weight=64x64", "structure_weight is not a size"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(assignment: str, line: str) -> None:

@@ -202,6 +202,12 @@ def test_the_list(capsys: pytest.CaptureFixture) -> None:
     printed = capsys.readouterr().out
     assert all(name in printed for name in recipes.RECIPES)
     assert "stages: autoencoder, generator, teacher, joint, polish" in printed
+    assert "structure_weight" not in printed
+    assert run(["train", "nano_full", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "nano_short" not in printed
+    assert "    polish: latents=8 batch=16" in printed
+    assert "    data: pairs.frames=53" in printed
 
 
 @pytest.mark.parametrize(
@@ -211,11 +217,25 @@ def test_the_list(capsys: pytest.CaptureFixture) -> None:
         (["train", "nano_7"], "no recipe 'nano_7'"),
         (["train", "nano_debug"], "needs --data"),
         (["train", "nano_debug", "--data", "D", "--out", "O", "--stage", "jont"], "has no stage 'jont'; its"),
+        (["train", "nano_debug", "--data", "D", "--out", "O", "--set", "bach=2"], "did you mean batch"),
+        (["train", "nano_debug", "--data", "D", "--out", "O", "--set", "pairs.size=60"], "a multiple of 32"),
+        (["train", "nano_teacher", "--data", "D", "--out", "O"], "by --start"),
     ],
 )
 def test_bad_commands(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
     assert run(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_was_set_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(runner, "run_recipe", lambda recipe, *rest: called.append(recipe))
+    set_both = ["--set", "joint.structure_weight=1.5", "--set", "pairs.presets.heavy=0.5"]
+    assert run(["train", "nano_debug", "--data", "D", "--out", "O", "--device", "cpu", *set_both]) == 0
+    (recipe,) = called
+    weights = {stage.name: stage.settings.get("structure_weight") for stage in recipe.stages}
+    assert (weights["joint"], weights["generator"]) == (1.5, 0.0)
+    assert recipe.pairs.presets["heavy"] == 0.5
 
 
 def test_only_the_stages_named_run_in_the_order_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -31,7 +32,7 @@ class Adjustable:
 
 
 def values(settings: Any) -> dict[str, Any]:
-    """Return all numbers, switches, choices and shares of a settings dataclass, by name."""
+    """Return all numbers, sizes, switches, choices and shares of a settings dataclass, by name."""
     found: dict[str, Any] = {}
     for name, value in ((f.name, getattr(settings, f.name)) for f in fields(settings)):
         if is_dataclass(value):
@@ -39,6 +40,8 @@ def values(settings: Any) -> dict[str, Any]:
             found |= {prefix + inner: x for inner, x in values(value).items()}
         elif isinstance(value, Mapping):
             found |= {f"{name}.{key}": share for key, share in value.items()}
+        elif isinstance(value, tuple) and all(isinstance(side, int) for side in value):
+            found[name] = "x".join(map(str, value))
         elif value is None or isinstance(value, int | float | str):
             found[name] = value
     return found
@@ -127,6 +130,12 @@ def _read(text: str, before: Any, hint: Any, name: str) -> Any:
     """Return `text` as a value of the kind that is there; raise InputError where it is none."""
     if get_origin(hint) is Literal:
         return _one_of(text, {choice: choice for choice in get_args(hint)}, name)
+    if sides := re.fullmatch(r"(\d+)x(\d+)", text):
+        if tuple[int, int] not in get_args(hint):
+            raise InputError(f"{name} is not a size: {text!r}")
+        return int(sides[1]), int(sides[2])
+    if isinstance(before, tuple):
+        before = 0
     if isinstance(before, bool):
         return _one_of(text, {"true": True, "false": False}, name)
     if before is None or type(None) in get_args(hint):
