@@ -650,3 +650,31 @@ def test_route_show_by_action_is_the_papers_table(capsys: pytest.CaptureFixture)
 def test_identity_has_no_route(capsys: pytest.CaptureFixture) -> None:
     assert run(["route", "show", "--model", "identity"]) == 2
     assert "identity" in capsys.readouterr().err
+
+
+LEAVES_A_THREAD = """
+import atexit, threading, time
+import torch
+from recavsr.cli import main
+
+def compute_on() -> None:
+    x = torch.ones(300, 300)
+    while True:
+        (x @ x).sum().item()
+
+def run(arguments):
+    atexit.register(print, "tidied up")
+    threading.Thread(target=compute_on, daemon=True).start()
+    time.sleep(0.3)
+    print("done", end="; ")
+    return 130
+
+main.run = run
+main.main()
+"""
+
+
+def test_a_thread_that_is_left_can_not_abort_the_end() -> None:
+    """Python ends daemon threads wherever they are: inside a library that is C++, that aborts the process."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES_A_THREAD], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "done; tidied up\n", "")

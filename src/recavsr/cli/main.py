@@ -6,11 +6,14 @@ imported here, so that `recavsr --help` answers at once: each command imports wh
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -119,7 +122,24 @@ def main() -> NoReturn:
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         signal.signal(hangup, _interrupt)
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch is imported
-    sys.exit(run(sys.argv[1:]))
+    codes: list[int] = []
+    atexit.register(_leave_threads_behind, codes)  # the first to be registered is the last to be called
+    codes.append(run(sys.argv[1:]))
+    sys.exit(codes[0])
+
+
+def _leave_threads_behind(codes: list[int]) -> None:
+    """End the process here where a daemon thread is left, such as one that waits for a source that hangs.
+
+    Python would end such a thread wherever it is. Inside a library that is C++, PyTorch for one, that aborts
+    the whole process after its work is done.
+    """
+    if not codes or not any(thread.daemon for thread in threading.enumerate()):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads any more
+            stream.flush()
+    os._exit(codes[0])
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
