@@ -1,23 +1,27 @@
 """What pictures, reading and encoding add to a model that computes on the same cores.
 
-    taskset -c 0,1 python benchmarks/session_cost.py [--precision bf16] [--rounds 3] [-o FILE.json]
+    taskset -c 0,1 python benchmarks/session_cost.py [--precision bf16] [--rounds 3] [--clip FILE]
+        [--beside 2] [-o FILE.json]
 
-The same model in one process, four ways in turn, at 320 x 180 to 1280 x 720: blocks given to the model;
-frames given to a session; `recavsr upscale` from file to file, with x264; the same, with the encoder at the
-model's priority. Of each the median time of a block of 8 frames, after the first two blocks, and the
-processor's time in it: where that is less than the cores' share of the time, they waited. OpenMP spins as
-long as in the command (GOMP_SPINCOUNT), unless the environment says otherwise.
+The same model in one process, five ways in turn, at 320 x 180 to 1280 x 720: blocks given to the model;
+frames given to a session; what `recavsr upscale` does from file to file, with x264 at niceness 5, as there,
+at 0 and at 19. Of each the median time of a block of 8 frames, after the first two blocks, the processor's
+time in it (where that is less than the cores' share of the time, they waited), and all of the seconds.
+OpenMP spins as long as in the command (GOMP_SPINCOUNT), unless the environment says otherwise. A clip of
+one's own costs x264 what real pictures do. With `--beside`, so many other processes use the same cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +44,7 @@ from recavsr.stream.engine import Progress, upscale
 from recavsr.stream.load import load
 from recavsr.stream.session import Session
 from recavsr.stream.step import ReCaVSR, StreamState
-from recavsr.video.clips import write_clip
+from recavsr.video.clips import read_clip, write_clip
 
 LR_SIZE, OUT_SIZE = (180, 320), (720, 1280)
 WARM_BLOCKS = 2
@@ -102,18 +106,42 @@ def file_to_file(task: Task, watch: Watch) -> None:
     upscale(task.clip, result, model=task.model, size=OUT_SIZE[::-1], progress=told, overwrite=True)
 
 
-def without_priority(task: Task, watch: Watch) -> None:
-    """Upscale a file, the encoder at the model's priority."""
-    with mock.patch.object(pipeline, "_give_way"):
-        file_to_file(task, watch)
+def at_niceness(niceness: int) -> Callable[[Task, Watch], None]:
+    """Return `file_to_file` with the encoder at a niceness."""
+
+    def way(task: Task, watch: Watch) -> None:
+        with mock.patch.object(pipeline, "ENCODER_NICENESS", niceness):
+            file_to_file(task, watch)
+
+    return way
 
 
 WAYS: dict[str, Callable[[Task, Watch], None]] = {
     "model": model_alone,
     "session": session_alone,
     "file to file": file_to_file,
-    "file to file, encoder at the model's priority": without_priority,
+    "file to file, encoder at niceness 0": at_niceness(0),
+    "file to file, encoder at niceness 19": at_niceness(19),
 }
+
+
+def spin() -> None:
+    """Use a core until the process ends."""
+    while True:
+        pass
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Let so many processes use the same cores."""
+    others = [multiprocessing.Process(target=spin, daemon=True) for _ in range(processes)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        for other in others:
+            other.terminate()
 
 
 def medians(blocks: list[tuple[float, float]]) -> dict[str, int]:
@@ -131,27 +159,36 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--clip", type=Path, help="320 x 180, instead of a drawn one; as long as BLOCKS says")
+    parser.add_argument("--beside", type=int, default=0, help="busy processes on the same cores")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     model = load(arguments.model, device="cpu", precision=arguments.precision)
-    frames = moving_clip(model.blocks.first_frame(arguments.blocks), *LR_SIZE)
+    count = model.blocks.first_frame(arguments.blocks)
+    frames = read_clip(arguments.clip, count) if arguments.clip else moving_clip(count, *LR_SIZE)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    with tempfile.TemporaryDirectory() as folder, busy(arguments.beside), torch.inference_mode():
         task = Task(model, frames, Path(folder) / "clip.mp4")
         write_clip(task.clip, frames, 25)
         for number in range(1, arguments.rounds + 1):
             for name, way in WAYS.items():
-                watch = Watch()
+                watch, began = Watch(), time.perf_counter()
                 way(task, watch)
+                seconds[name].append(round(time.perf_counter() - began, 1))
                 found[name] += watch.blocks()
-                print(f"round {number}, {name}: {json.dumps(medians(watch.blocks()))}", flush=True)
+                told = {**medians(watch.blocks()), "seconds": seconds[name][-1]}
+                print(f"round {number}, {name}: {json.dumps(told)}", flush=True)
     result = {
         "environment": environment("cpu"),
         "model": arguments.model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "GOMP_SPINCOUNT": os.environ["GOMP_SPINCOUNT"],
-        "rows": {name: medians(blocks) for name, blocks in found.items()},
+        "frames": len(frames),
+        "clip": arguments.clip.name if arguments.clip else "drawn",
+        "busy processes beside": arguments.beside,
+        "rows": {name: {**medians(found[name]), "seconds": seconds[name]} for name in WAYS},
     }
     print(json.dumps(result, indent=1))
     if arguments.output:
