@@ -387,6 +387,26 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     ]
 
 
+def test_an_interrupted_run_can_be_ended_where_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_toy(tmp_path, Interrupted(), steps=11, save_every=4)
+    ended = ToyGan()
+    run = RunSettings(steps=1, log_every=1)
+    assert train(ended, Source(), run, tmp_path, WORLD, resume=True, say=lambda text: None) == 4
+    assert ended.progress == []  # no step was made
+    saved = ToyGan()
+    players = TrainingStep(saved, WORLD, rate=1.0, precision="fp32", micro_batches=1, graphs=False).players
+    facts = {"stage": saved.name}
+    folder = tmp_path / "checkpoints"
+    Checkpoints(folder, saved.model, players, WORLD, facts=facts).load(folder / "step_00000004")
+    last = [value.clone() for value in saved.generator.parameters()]
+    assert players["g"].averages is not None
+    players["g"].averages.copy_to_parameters()
+    for value, average, trained in zip(ended.generator.parameters(), saved.generator.parameters(), last):
+        assert torch.equal(value, average)
+        assert not torch.equal(value, trained)
+
+
 class Interrupted(ToyGan):
     def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
         if len(self.progress) == 7:
