@@ -24,6 +24,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.video.frame import VideoFrame
 
 from conftest import REPOSITORY
 from media import times
@@ -35,7 +36,7 @@ from recavsr.stream.live_flow import Backoff, Inbox, Ladder, LatencyHistogram, T
 from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.frames import Stamp
 from recavsr.video.live_sink import LiveWriter, SinkLost, choose_picture, resolve_destination
-from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live
+from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, _Times, resolve_live
 from recavsr.video.relay import Relay
 from recavsr.video.source import shown_name
 
@@ -839,6 +840,29 @@ def test_a_beep_whose_beginning_was_lost_is_no_pair(tmp_path: Path, loop: Module
     offsets = loop.offsets(flashes, beeps)
     assert len(offsets) == 2
     assert max(map(abs, offsets)) < 0.040
+
+
+@pytest.mark.parametrize(
+    ("told", "times"),
+    [
+        ([None, 3, 7, 11], [-1, 3, 7, 11]),  # RTSP's first frame, before the report that ties the clocks
+        ([None, None, 3, 7], [-5, -1, 3, 7]),
+        ([3, 7, None, 15], [3, 7, 11, 15]),
+        ([None, None, None, None], [0, 4, 8, 12]),
+        ([None], [0]),
+    ],
+)
+def test_frames_that_tell_no_time(told: list[int | None], times: list[int]) -> None:
+    stamps = _Times(Fraction(25))
+    given = []
+    for number, pts in enumerate(told):
+        frame = VideoFrame(2, 2, "gray")
+        frame.pts, frame.time_base = pts, Fraction(1, 100)
+        given += stamps.take(frame, float(number))
+    given += stamps.rest()
+    assert [stamp.time * 100 for _, _, stamp in given] == times
+    assert [stamp.end - stamp.time for _, _, stamp in given] == [Fraction(1, 25)] * len(told)
+    assert [arrived for _, arrived, _ in given] == list(range(len(told)))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ with LiveReader(source) as reader:
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import sys
@@ -54,6 +55,7 @@ _SEGMENTED = ("hls", "dash")  # libav's formats whose pictures come in pieces of
 
 # Enough to find a picture and its sound in a stream that sends key frames every two seconds.
 _PROBE_MICROSECONDS = "2000000"
+_TIMELESS_FRAMES = 2  # that a source may begin with before it tells times
 _PACE_JUMP_SECONDS = 10.0  # a picture that would be so much too early or late has a new clock
 
 
@@ -252,6 +254,50 @@ class _Pipe(CountedInput):
         return seen or super().read(size)
 
 
+class _Times:
+    """Says when frames are shown, also of those that do not tell.
+
+    RTSP's first frame has no time: it comes before the report that ties its clock to the sound's. Such frames
+    wait for the first one with a time, and are counted back from it; where the third tells none either, none
+    will, and they are counted from 0.
+    """
+
+    def __init__(self, rate: Fraction) -> None:
+        self._rate = rate
+        self._waiting: list[tuple[VideoFrame, float]] | None = []
+        self._next = Fraction(0)
+
+    def take(self, frame: VideoFrame, arrived: float) -> Iterator[tuple[VideoFrame, float, Stamp]]:
+        """Take the next frame; give those that are due, each with its arrival (s) and its time."""
+        if frame.pts is None or frame.time_base is None:
+            if self._waiting is None:
+                yield frame, arrived, self._counted()
+                return
+            self._waiting.append((frame, arrived))
+            if len(self._waiting) > _TIMELESS_FRAMES:
+                yield from self.rest()
+            return
+        usual = max(1, round(1 / self._rate / frame.time_base))
+        stamp = Stamp(frame.pts, int(frame.duration or 0) or usual, frame.time_base)
+        if self._waiting:
+            self._next = stamp.time - len(self._waiting) / self._rate
+        yield from self.rest()
+        self._next = stamp.end
+        yield frame, arrived, stamp
+
+    def rest(self) -> Iterator[tuple[VideoFrame, float, Stamp]]:
+        """Give the frames that wait; from now on none does."""
+        waiting, self._waiting = self._waiting or (), None
+        for frame, arrived in waiting:
+            yield frame, arrived, self._counted()
+
+    def _counted(self) -> Stamp:
+        start, duration = self._next, 1 / self._rate
+        self._next += duration
+        ticks = math.lcm(start.denominator, duration.denominator)  # a second
+        return Stamp(int(start * ticks), int(duration * ticks), Fraction(1, ticks))
+
+
 class LiveReader(VideoReader):
     """One connection to a live source. Raises InputError if it can't be made or shows no picture.
 
@@ -314,15 +360,14 @@ class LiveReader(VideoReader):
     def _arriving(self) -> Iterator[LiveFrame | SoundPacket]:
         numbers = {stream.index: number for number, stream in enumerate(self._sound_streams())}
         first_sound: list[SoundPacket] | None = []
-        count = 0
+        times = _Times(self.info.rate)
         for item in self._items():
             if isinstance(item, VideoFrame):
-                arrived = time.monotonic()
-                frame = self._frame(item, self._stamp(item, count))
-                yield LiveFrame(frame.pixels, frame.stamp, arrived=arrived)
-                count += 1
-                yield from first_sound or ()
-                first_sound = None
+                for image, arrived, stamp in times.take(item, time.monotonic()):
+                    frame = self._frame(image, stamp)
+                    yield LiveFrame(frame.pixels, frame.stamp, arrived=arrived)
+                    yield from first_sound or ()
+                    first_sound = None
                 continue
             number = numbers.get(item.stream_index)
             moment = item.pts if item.pts is not None else item.dts
@@ -333,6 +378,8 @@ class LiveReader(VideoReader):
                 yield sound
             else:  # nobody knows where on the output's clock it belongs until there is a picture
                 first_sound.append(sound)
+        for image, arrived, stamp in times.rest():
+            yield LiveFrame(self._frame(image, stamp).pixels, stamp, arrived=arrived)
 
     def _in_real_time(self) -> Iterator[LiveFrame | SoundPacket]:
         """Give frames when their time has come, on a clock that begins with the first one."""
@@ -347,13 +394,6 @@ class LiveReader(VideoReader):
                 yield replace(item, arrived=time.monotonic())
             else:
                 yield item
-
-    def _stamp(self, frame: VideoFrame, count: int) -> Stamp:
-        rate = self.info.rate
-        if frame.pts is None or frame.time_base is None:
-            return Stamp(count, 1, 1 / rate)
-        usual = max(1, round(1 / rate / frame.time_base))
-        return Stamp(frame.pts, int(frame.duration or 0) or usual, frame.time_base)
 
     def _sound_streams(self) -> list[AudioStream]:
         return [stream for stream in self.container.streams.audio if stream.codec_context is not None]
