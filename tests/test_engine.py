@@ -20,7 +20,7 @@ from media import bar_numbers, ffmpeg, make_clip, pixels, run_identity, times, v
 from recavsr.errors import InputError
 from recavsr.stream.batch import FileStatus, is_video_folder, upscale_many
 from recavsr.stream.engine import Progress, upscale
-from recavsr.stream.pipeline import ENCODER_NICENESS, Channel, Hooks, Stopped, run_pipeline
+from recavsr.stream.pipeline import Channel, Hooks, Stopped, run_pipeline
 from recavsr.stream.plan import OutputKind, SizeRequest
 from recavsr.stream.session import Session
 from recavsr.stream.step import IdentityModel
@@ -266,7 +266,7 @@ def test_writing_gives_way_to_a_model_on_the_processor_where_asked(gives_way: bo
     before = priority()
     session = Session(IdentityModel(), (4, 4), (8, 8))
     run_pipeline(numbered(3), session, Watching(), Hooks(writing_gives_way=gives_way))
-    assert priorities == {min(19, before + ENCODER_NICENESS) if gives_way else before}
+    assert priorities == {min(19, before + 5) if gives_way else before}
     assert priority() == before
 
 

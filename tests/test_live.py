@@ -845,7 +845,7 @@ def test_a_beep_whose_beginning_was_lost_is_no_pair(tmp_path: Path, loop: Module
 @pytest.mark.parametrize(
     ("told", "times"),
     [
-        ([None, 3, 7, 11], [-1, 3, 7, 11]),  # RTSP's first frame, before the report that ties the clocks
+        ([None, 3, 7, 11], [-1, 3, 7, 11]),  # as RTSP begins
         ([None, None, 3, 7], [-5, -1, 3, 7]),
         ([3, 7, None, 15], [3, 7, 11, 15]),
         ([None, None, None, None], [0, 4, 8, 12]),

@@ -257,9 +257,8 @@ class _Pipe(CountedInput):
 class _Times:
     """Says when frames are shown, also of those that do not tell.
 
-    RTSP's first frame has no time: it comes before the report that ties its clock to the sound's. Such frames
-    wait for the first one with a time, and are counted back from it; where the third tells none either, none
-    will, and they are counted from 0.
+    RTSP's first frame has no time. Such frames wait for the first one with a time, and are counted back from
+    it; where the third tells none either, none will, and they are counted from 0.
     """
 
     def __init__(self, rate: Fraction) -> None:
@@ -360,14 +359,13 @@ class LiveReader(VideoReader):
     def _arriving(self) -> Iterator[LiveFrame | SoundPacket]:
         numbers = {stream.index: number for number, stream in enumerate(self._sound_streams())}
         first_sound: list[SoundPacket] | None = []
-        times = _Times(self.info.rate)
-        for item in self._items():
-            if isinstance(item, VideoFrame):
-                for image, arrived, stamp in times.take(item, time.monotonic()):
-                    frame = self._frame(image, stamp)
-                    yield LiveFrame(frame.pixels, frame.stamp, arrived=arrived)
-                    yield from first_sound or ()
-                    first_sound = None
+        for item in self._stamped():
+            if not isinstance(item, Packet):
+                image, arrived, stamp = item
+                frame = self._frame(image, stamp)
+                yield LiveFrame(frame.pixels, frame.stamp, arrived=arrived)
+                yield from first_sound or ()
+                first_sound = None
                 continue
             number = numbers.get(item.stream_index)
             moment = item.pts if item.pts is not None else item.dts
@@ -378,8 +376,16 @@ class LiveReader(VideoReader):
                 yield sound
             else:  # nobody knows where on the output's clock it belongs until there is a picture
                 first_sound.append(sound)
-        for image, arrived, stamp in times.rest():
-            yield LiveFrame(self._frame(image, stamp).pixels, stamp, arrived=arrived)
+
+    def _stamped(self) -> Iterator[Packet | tuple[VideoFrame, float, Stamp]]:
+        """Give packets as they are, and frames with their arrival (s) and their time."""
+        times = _Times(self.info.rate)
+        for item in self._items():
+            if isinstance(item, Packet):
+                yield item
+            else:
+                yield from times.take(item, time.monotonic())
+        yield from times.rest()
 
     def _in_real_time(self) -> Iterator[LiveFrame | SoundPacket]:
         """Give frames when their time has come, on a clock that begins with the first one."""
