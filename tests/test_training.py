@@ -23,7 +23,9 @@ from recavsr.training import losses, nano
 from recavsr.training.losses import (
     charbonnier,
     latent_statistics_penalty,
+    log_rms,
     perceptual,
+    pixel_loss,
     psnr,
     structural_dissimilarity,
     temporal_difference,
@@ -196,6 +198,23 @@ def test_latent_statistics_penalty() -> None:
     assert latent_statistics_penalty(normal) < 1e-3
     assert latent_statistics_penalty(normal + 1).item() == pytest.approx(1, abs=0.05)
     assert latent_statistics_penalty(3 * normal).item() == pytest.approx(4, abs=0.1)
+
+
+def test_log_rms_is_the_mean_psnr_of_frames() -> None:
+    truth = (torch.rand(2, 3, 5, 24, 24) * 255).round()
+    errors = torch.tensor([2.0, 5.0, 12.0, 30.0, 60.0]).reshape(5, 1, 1)
+    output = (truth + errors * torch.randn_like(truth)).round().clamp(0, 255)
+    pictures = [x.permute(0, 2, 3, 4, 1).flatten(0, 1).byte().numpy() for x in (output, truth)]
+    x, y = (frames / 127.5 - 1 for frames in (output, truth))
+    # [-1, 1] is twice as wide as [0, 1].
+    expected = np.log(2) - metrics.psnr(*pictures).mean() * np.log(10) / 20
+    assert log_rms(x, y, floor=0).item() == pytest.approx(expected, abs=1e-4)
+    assert log_rms(y, y).item() == pytest.approx(np.log(2 / 255), abs=1e-5)
+    # Where the truth is one of three values, an L1 rests at their median, this at their mean.
+    values = torch.tensor([0.0, 0.0, 0.9]).reshape(1, 1, 1, 1, 3)
+    mean, median = torch.full_like(values, 0.3), torch.zeros_like(values)
+    assert log_rms(mean, values) < log_rms(median, values)
+    assert pixel_loss("l1", median, values) < pixel_loss("l1", mean, values)
 
 
 def test_structural_dissimilarity_is_that_of_the_metric() -> None:

@@ -96,7 +96,7 @@ def test_lengths_and_the_choice_of_stages_stay() -> None:
         ("batch=0", "not 0 clips"),
         ("latents=0", "clips of 0"),
         ("plan.first=0", "first=0: a block needs at least one latent"),
-        ("pixel=l3", "pixel is one of l1, mse, charbonnier"),
+        ("pixel=l3", "pixel is one of l1, mse, charbonnier, log_rms"),
         ("train_decoder=maybe", "train_decoder is one of true, false"),
         ("batches.frames=54", "do not end at a block's end"),
         ("batches.image_fraction=2", "image_fraction is a share"),
