@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.packet import Packet
+from av.video.frame import VideoFrame
 
 from recavsr.stream.engine import UpscaleReport, upscale
 from recavsr.stream.step import IdentityModel
+from recavsr.video.reader import VideoReader
 
 LOSSLESS = {"quality": "lossless", "preset": "ultrafast"}
 
@@ -50,6 +55,24 @@ def _tool(name: str, *arguments: object) -> bytes:
     done = subprocess.run([name, *map(str, arguments)], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout
+
+
+def tell_times(monkeypatch: pytest.MonkeyPatch, told: Sequence[int | None]) -> list[int | None]:
+    """Let a source give only so many frames, which tell these times: hundredths of a second from its start.
+
+    Returns those that are still to come.
+    """
+    decode, left = VideoReader._decode_packet, list(told)
+
+    def decode_retimed(self: VideoReader, packet: Packet | None) -> Iterator[VideoFrame]:
+        for frame in itertools.islice(decode(self, packet), len(left)):
+            stream, now = self._stream, left.pop(0)
+            frame.pts = None if now is None else stream.start_time + round(now / 100 / stream.time_base)
+            frame.duration = 0
+            yield frame
+
+    monkeypatch.setattr(VideoReader, "_decode_packet", decode_retimed)
+    return left
 
 
 def video_stream(path: Path) -> dict[str, Any]:

@@ -18,16 +18,15 @@ from contextlib import contextmanager, suppress
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import av
 import numpy as np
 import pytest
-from av.video.frame import VideoFrame
 
 from conftest import REPOSITORY
-from media import times
+from media import tell_times, times
 from recavsr.cli.main import run
 from recavsr.errors import InputError, PartialError
 from recavsr.geometry import BlockPlan
@@ -36,7 +35,7 @@ from recavsr.stream.live_flow import Backoff, Inbox, Ladder, LatencyHistogram, T
 from recavsr.stream.step import IdentityModel, IdentityState
 from recavsr.video.frames import Stamp
 from recavsr.video.live_sink import LiveWriter, SinkLost, choose_picture, resolve_destination
-from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, _Times, resolve_live
+from recavsr.video.live_source import LiveFrame, LiveReader, SoundPacket, resolve_live
 from recavsr.video.relay import Relay
 from recavsr.video.source import shown_name
 
@@ -632,34 +631,46 @@ def test_drop_outs_are_survived_and_reported(tmp_path: Path, loop: ModuleType) -
 
 
 class Receiver(threading.Thread):
-    """Takes connections one after the other, hangs up the first ones after some bytes, keeps the last."""
+    """Takes connections one after the other, as many as there are events; hangs up when an event is set."""
 
-    def __init__(self, port: int, limits: list[int]) -> None:
+    def __init__(self, port: int, hang_ups: list[threading.Event]) -> None:
         super().__init__(daemon=True)
         self._server = socket.create_server(("127.0.0.1", port))
-        self._limits = limits
+        self._hang_ups = hang_ups
         self.received: list[bytes] = []
 
     def run(self) -> None:
         """Receive."""
-        for limit in self._limits:
+        for hang_up in self._hang_ups:
             connection, _ = self._server.accept()
             data = b""
             with connection:
-                while len(data) < limit and (piece := connection.recv(65536)):
+                while not hang_up.is_set() and (piece := connection.recv(65536)):
                     data += piece
             self.received.append(data)
         self._server.close()
 
 
+def is_open(event: LiveEvent) -> bool:
+    """Say whether a run tells that its output is open: before, who hangs up counts as not there yet."""
+    return event.kind == "connected" and event.facts["side"] == "output"
+
+
 def test_an_output_that_hangs_up_is_opened_again(tmp_path: Path, loop: ModuleType) -> None:
     clip = make_pulses(tmp_path / "in.mp4", 5.0)
     port = loop.free_port()
-    receiver = Receiver(port, [60_000, 10**9])
+    hang_up, never = threading.Event(), threading.Event()
+    receiver = Receiver(port, [hang_up, never])
     receiver.start()
     events: list[LiveEvent] = []
+
+    def note(event: LiveEvent) -> None:
+        events.append(event)
+        if is_open(event):
+            hang_up.set()
+
     report = run_identity(
-        clip, f"tcp://127.0.0.1:{port}", scale=1, output_options={"muxrate": "400000"}, on_event=events.append
+        clip, f"tcp://127.0.0.1:{port}", scale=1, output_options={"muxrate": "400000"}, on_event=note
     )
     receiver.join(10)
     told = [event.kind for event in events if event.facts.get("side") == "output"]
@@ -673,11 +684,17 @@ def test_an_output_that_hangs_up_is_opened_again(tmp_path: Path, loop: ModuleTyp
 def test_an_output_that_stays_away_ends_the_run(tmp_path: Path, loop: ModuleType) -> None:
     clip = make_pulses(tmp_path / "in.mp4", 8.0)
     port = loop.free_port()
-    receiver = Receiver(port, [80_000])
+    hang_up = threading.Event()
+    receiver = Receiver(port, [hang_up])
     receiver.start()
     with pytest.raises(PartialError, match="not back in 1 s"):
         run_identity(
-            clip, f"tcp://127.0.0.1:{port}", scale=1, reconnect=1.0, output_options={"muxrate": "400000"}
+            clip,
+            f"tcp://127.0.0.1:{port}",
+            scale=1,
+            reconnect=1.0,
+            output_options={"muxrate": "400000"},
+            on_event=lambda event: hang_up.set() if is_open(event) else None,
         )
 
 
@@ -852,17 +869,23 @@ def test_a_beep_whose_beginning_was_lost_is_no_pair(tmp_path: Path, loop: Module
         ([None], [0]),
     ],
 )
-def test_frames_that_tell_no_time(told: list[int | None], times: list[int]) -> None:
-    stamps = _Times(Fraction(25))
-    given = []
-    for number, pts in enumerate(told):
-        frame = VideoFrame(2, 2, "gray")
-        frame.pts, frame.time_base = pts, Fraction(1, 100)
-        given += stamps.take(frame, float(number))
-    given += stamps.rest()
-    assert [stamp.time * 100 for _, _, stamp in given] == times
-    assert [stamp.end - stamp.time for _, _, stamp in given] == [Fraction(1, 25)] * len(told)
-    assert [arrived for _, arrived, _ in given] == list(range(len(told)))
+def test_frames_that_tell_no_time(
+    told: list[int | None], times: list[int], clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the first one that does, and the sound with them; each is as old as it is."""
+    with av.open(str(clip)) as container:
+        sounds = [packet.pts for packet in container.demux(audio=0) if packet.size]
+    left = tell_times(monkeypatch, told)
+    clock = SimpleNamespace(monotonic=lambda: len(told) - len(left) - 1)  # goes on with every frame
+    monkeypatch.setattr("recavsr.video.live_source.time", clock)
+    with LiveReader(resolve_live(str(clip))) as reader:
+        items = list(reader._arriving())
+    shown = [item for item in items if isinstance(item, LiveFrame)]
+    assert [item.stamp.time * 100 for item in shown] == times
+    assert [item.stamp.end - item.stamp.time for item in shown] == [Fraction(1, 25)] * len(told)
+    assert [item.arrived for item in shown] == list(range(len(told)))
+    assert items[0] is shown[0]
+    assert [item.packet.pts for item in items if isinstance(item, SoundPacket)] == sounds
 
 
 @pytest.mark.slow

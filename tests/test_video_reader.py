@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 
-from media import ffmpeg, make_clip, pixels, times
+from media import ffmpeg, make_clip, pixels, tell_times, times
 from recavsr.errors import InputError
 from recavsr.video.color import ColorTags, ToRgb
 from recavsr.video.frames import Frame, Orientation
@@ -201,6 +201,26 @@ def test_missing_times_and_rates_are_made_up_evenly(tmp_path: Path) -> None:
     ffmpeg("-i", make_clip(tmp_path / "clip.mp4", 20), "-c", "copy", "-bsf:v", "h264_mp4toannexb", path)
     frames, _ = read(path)
     assert [f.stamp.time for f in frames] == [Fraction(n, 25) for n in range(20)]
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.ts"])
+@pytest.mark.parametrize(
+    ("told", "times"),
+    [
+        ([None, 5, 9, 17], [1, 5, 9, 17]),  # as RTSP begins
+        ([None, None, 3, 11], [0, 4, 8, 16]),  # from -5 on: moved to zero
+        ([3, 7, None, 15], [3, 7, 11, 15]),
+        ([None, None, None, None], [0, 4, 8, 12]),
+    ],
+)
+def test_frames_that_tell_no_time_lie_between_those_that_do(
+    name: str, told: list[int | None], times: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_clip(tmp_path / name, 20)
+    tell_times(monkeypatch, told)
+    frames, _ = read(path)
+    assert [f.stamp.time * 100 for f in frames] == times
+    assert [f.stamp.end - f.stamp.time for f in frames] == [Fraction(1, 25)] * len(told)
 
 
 def test_avi_with_frames_coded_out_of_order(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ with LiveReader(source) as reader:
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -55,7 +55,6 @@ _SEGMENTED = ("hls", "dash")  # libav's formats whose pictures come in pieces of
 
 # Enough to find a picture and its sound in a stream that sends key frames every two seconds.
 _PROBE_MICROSECONDS = "2000000"
-_TIMELESS_FRAMES = 2  # that a source may begin with before it tells times
 _PACE_JUMP_SECONDS = 10.0  # a picture that would be so much too early or late has a new clock
 
 
@@ -254,49 +253,6 @@ class _Pipe(CountedInput):
         return seen or super().read(size)
 
 
-class _Times:
-    """Says when frames are shown, also of those that do not tell.
-
-    RTSP's first frame has no time. Such frames wait for the first one with a time, and are counted back from
-    it; where the third tells none either, none will, and they are counted from 0.
-    """
-
-    def __init__(self, rate: Fraction) -> None:
-        self._rate = rate
-        self._waiting: list[tuple[VideoFrame, float]] | None = []
-        self._next = Fraction(0)
-
-    def take(self, frame: VideoFrame, arrived: float) -> Iterator[tuple[VideoFrame, float, Stamp]]:
-        """Take the next frame; give those that are due, each with its arrival (s) and its time."""
-        if frame.pts is None or frame.time_base is None:
-            if self._waiting is None:
-                yield frame, arrived, self._counted()
-                return
-            self._waiting.append((frame, arrived))
-            if len(self._waiting) > _TIMELESS_FRAMES:
-                yield from self.rest()
-            return
-        usual = max(1, round(1 / self._rate / frame.time_base))
-        stamp = Stamp(frame.pts, int(frame.duration or 0) or usual, frame.time_base)
-        if self._waiting:
-            self._next = stamp.time - len(self._waiting) / self._rate
-        yield from self.rest()
-        self._next = stamp.end
-        yield frame, arrived, stamp
-
-    def rest(self) -> Iterator[tuple[VideoFrame, float, Stamp]]:
-        """Give the frames that wait; from now on none does."""
-        waiting, self._waiting = self._waiting or (), None
-        for frame, arrived in waiting:
-            yield frame, arrived, self._counted()
-
-    def _counted(self) -> Stamp:
-        start, duration = self._next, 1 / self._rate
-        self._next += duration
-        ticks = math.lcm(start.denominator, duration.denominator)  # a second
-        return Stamp(int(start * ticks), int(duration * ticks), Fraction(1, ticks))
-
-
 class LiveReader(VideoReader):
     """One connection to a live source. Raises InputError if it can't be made or shows no picture.
 
@@ -308,6 +264,8 @@ class LiveReader(VideoReader):
         self.live = source
         self.why_ended: str | None = None
         self._relay: Relay | None = None
+        self._arrivals: deque[float] = deque()  # of the frames whose times are not known yet
+        self._next = Fraction(0)  # when a frame is shown that tells no time
         kind = SourceKind.FILE if source.kind is LiveKind.FILE else SourceKind.URL
         try:
             super().__init__(Source(kind, source.shown), Trim(), deinterlace=deinterlace)
@@ -359,11 +317,10 @@ class LiveReader(VideoReader):
     def _arriving(self) -> Iterator[LiveFrame | SoundPacket]:
         numbers = {stream.index: number for number, stream in enumerate(self._sound_streams())}
         first_sound: list[SoundPacket] | None = []
-        for item in self._stamped():
-            if not isinstance(item, Packet):
-                image, arrived, stamp = item
-                frame = self._frame(image, stamp)
-                yield LiveFrame(frame.pixels, frame.stamp, arrived=arrived)
+        for item in self._items():
+            if isinstance(item, VideoFrame):
+                frame = self._frame(item, self._stamp(item))
+                yield LiveFrame(frame.pixels, frame.stamp, arrived=self._arrivals.popleft())
                 yield from first_sound or ()
                 first_sound = None
                 continue
@@ -377,15 +334,19 @@ class LiveReader(VideoReader):
             else:  # nobody knows where on the output's clock it belongs until there is a picture
                 first_sound.append(sound)
 
-    def _stamped(self) -> Iterator[Packet | tuple[VideoFrame, float, Stamp]]:
-        """Give packets as they are, and frames with their arrival (s) and their time."""
-        times = _Times(self.info.rate)
-        for item in self._items():
-            if isinstance(item, Packet):
-                yield item
-            else:
-                yield from times.take(item, time.monotonic())
-        yield from times.rest()
+    def _frames(self) -> Iterator[VideoFrame | Packet]:
+        for item in super()._frames():
+            if isinstance(item, VideoFrame):
+                self._arrivals.append(time.monotonic())
+            yield item
+
+    def _stamp(self, frame: VideoFrame) -> Stamp:
+        """Say when a frame is shown: at its own time, wherever that jumps, else after the one before."""
+        base = self.info.time_base
+        start = self._next if frame.pts is None else frame.pts * base
+        length = (frame.duration or 0) * base or 1 / self.info.rate
+        self._next = start + length
+        return Stamp(round(start / base), max(1, round(length / base)), base)
 
     def _in_real_time(self) -> Iterator[LiveFrame | SoundPacket]:
         """Give frames when their time has come, on a clock that begins with the first one."""

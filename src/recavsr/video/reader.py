@@ -44,7 +44,8 @@ _END_TOLERANCE = Fraction(1, 2)
 # Sound may lie this much later in the file than the picture of the same time.
 _INTERLEAVE_SLACK = Fraction(10)
 _REORDER_DEPTH = 4  # frames; more than any codec that is kept in AVI reorders
-_UNDATED_DEPTH = 64  # frames without a time at the beginning of a file whose other frames have one
+_UNDATED_DEPTH = 2  # frames without a time at the beginning of a source whose other frames have one
+_UNDATED_DEPTH_MATROSKA = 64
 _BROADCAST = ("mpegts", "mpeg")
 _CLOCK_JUMP = Fraction(1, 2)  # seconds back; less is disorder
 _INTERLEAVED = 1  # seconds between neighbours in a broadcast, at most
@@ -392,6 +393,11 @@ class VideoReader:
                 self._bad_packets += 1
 
     def _items(self) -> Iterator[VideoFrame | Packet]:
+        frames = self._frames()
+        yield from frames if self.info.container == "avi" else _times_completed(frames, self.info)
+
+    def _frames(self) -> Iterator[VideoFrame | Packet]:
+        """Give what was decoded; the first frames may lack their times."""
         yield from self._early
         self._early = []
         frames: Iterator[VideoFrame | Packet] = self._decoded
@@ -399,8 +405,6 @@ class VideoReader:
             frames = itertools.chain([self._first], frames)
         if self.info.container == "avi":
             frames = _times_sorted(frames)
-        elif "matroska" in self.info.container:
-            frames = _times_completed(frames, self.info)
         yield from _deinterlaced(frames) if self._deinterlace else frames
 
     # -- trimming ------------------------------------------------------------------------------------
@@ -455,7 +459,7 @@ class VideoReader:
             late = stamp.time - window.begin
             self.shift = -(stamp.time if late < Fraction(stamp.duration) * stamp.time_base else window.begin)
         elif self.info.container in (*_BROADCAST, "rtsp", "hls"):
-            self.shift = -self.info.origin
+            self.shift = -min(self.info.origin, stamp.time)
         elif stamp.time < 0:  # not every container can say so, and readers of Matroska can't see it
             self.shift = -stamp.time
 
@@ -651,14 +655,19 @@ def _times_sorted(items: Iterator[VideoFrame | Packet]) -> Iterator[VideoFrame |
 
 
 def _times_completed(items: Iterator[VideoFrame | Packet], info: VideoInfo) -> Iterator[VideoFrame | Packet]:
-    """Date the frames of a Matroska file that lie before zero: libav gives no times for them."""
+    """Count back from the first frame with a time to those before it.
+
+    libav tells none for the frames of a Matroska file that lie before zero, nor for RTSP's first one. Where
+    too many tell none, none will, and they are given as they are.
+    """
     usual = max(1, round(1 / info.rate / info.time_base))
+    depth = _UNDATED_DEPTH_MATROSKA if "matroska" in info.container else _UNDATED_DEPTH
     undated: list[VideoFrame] = []
     for item in items:
         if isinstance(item, Packet):
             yield item
             continue
-        if item.pts is None and len(undated) < _UNDATED_DEPTH:
+        if item.pts is None and len(undated) < depth:
             undated.append(item)
             continue
         for steps, frame in enumerate(reversed(undated), 1):
