@@ -50,6 +50,7 @@ from recavsr.training.batches import BatchSource, PoolSource
 from recavsr.training.discriminator import NANO_MSQ, Scope
 from recavsr.training.distributed import World
 from recavsr.training.loop import RunSettings
+from recavsr.training.losses import FrameLosses
 from recavsr.training.nano import PLAN, NanoTraining, Stage, generator_stage, joint_stage
 from recavsr.training.nano_stages import ROUTE, Stage1Sizes, decoder_settings, stage2_settings
 from recavsr.training.objective import BatchSettings
@@ -169,12 +170,17 @@ def _without_recycling(micro: Micro, route: Schedule | None) -> tuple[RecipeStag
 # ---------------------------------------------------------------- query scopes, decoder, history
 
 
+def _frame_losses(losses: FrameLosses, micro: Micro) -> FrameLosses:
+    """Return nano's losses with an L1: what all rows of the table were made with."""
+    return replace(losses, pixel="charbonnier", pixel_weight=1.0, perceptual_weight=micro.perceptual_weight)
+
+
 def _scoped(scopes: tuple[Scope, ...], micro: Micro, route: Schedule | None) -> tuple[RecipeStage, ...]:
     made = stage2_settings()
     settings = replace(
         made,
         batches=BatchSettings(micro.clips, 4 * micro.latents - 3),
-        frames=replace(made.frames, perceptual_weight=micro.perceptual_weight),
+        frames=_frame_losses(made.frames, micro),
         train_decoder=False,
         hard_lr_share=0.0,
     )
@@ -186,7 +192,7 @@ def _decoder(lr_conditioning: bool, micro: Micro, route: Schedule | None) -> tup
     settings = replace(
         made,
         batches=BatchSettings(2 * micro.clips, min(17, micro.pairs.frames)),
-        frames=replace(made.frames, perceptual_weight=micro.perceptual_weight),
+        frames=_frame_losses(made.frames, micro),
     )
     return (decoder_stage(micro.run(1), settings, partial(_fresh_decoder, lr_conditioning)),)
 

@@ -275,13 +275,19 @@ def joint_stage() -> Stage:
     return _steady(Stage(latents=14, batch=11, optimizer=_rate(3e-4), hard_lr_share=0.6))
 
 
-def polish_stage() -> Stage:
-    """The joint stage with a perceptual loss, over 6 + 2 latents: more clips, more steps.
+def _polished(stage: Stage) -> Stage:
+    """Return the stage with the losses it ends by: PSNR itself, structure, and a little of LPIPS.
 
-    It lasts long, at joint's rate: what pixels alone lose of LPIPS in joint, a short one does not win back.
+    In parts of a decibel: 1 dB weighs .008, as much as .01 of SSIM and .67 of LPIPS. More LPIPS than this
+    costs SSIM and PSNR in heavy degradation (docs/training-log.md).
     """
-    stage = replace(joint_stage(), latents=8, batch=16, perceptual_weight=0.105, hard_lr_share=0.3)
-    return replace(stage, perceptual_frames=2)
+    return replace(stage, pixel="log_rms", pixel_weight=0.07, perceptual_weight=0.012)
+
+
+def polish_stage() -> Stage:
+    """The joint stage with PSNR and a perceptual loss, over 6 + 2 latents: more clips, more steps."""
+    stage = replace(joint_stage(), latents=8, batch=16, hard_lr_share=0.1, perceptual_frames=2)
+    return _polished(stage)
 
 
 def control_stage() -> Stage:
@@ -290,9 +296,8 @@ def control_stage() -> Stage:
 
 
 def control_polish_stage() -> Stage:
-    """The control with the polish stage's rate and perceptual loss, of as many pictures a step."""
-    weight = polish_stage().perceptual_weight
-    return replace(control_stage(), optimizer=_rate(3e-4), perceptual_weight=weight, perceptual_frames=1)
+    """The control with the polish stage's rate and losses, of as many pictures a step."""
+    return _polished(replace(control_stage(), optimizer=_rate(3e-4), perceptual_frames=1))
 
 
 def autoencoder_loss(model: NanoTraining, stage: Stage) -> LossFunction:

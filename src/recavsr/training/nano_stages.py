@@ -132,5 +132,5 @@ def stage2_settings() -> Stage2Settings:
         nano_stage2(),
         batches=BatchSettings(clips=11, frames=53),
         frames=_frame_losses(),
-        hard_lr_share=0.2,
+        hard_lr_share=0.1,
     )

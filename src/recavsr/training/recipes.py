@@ -66,7 +66,7 @@ NANO_PAIRS = PairSettings(
     frames=53,
     still_fraction=0.5,
     scales={4: 1.0},
-    presets={"clean": 0.08, "mild": 0.28, "medium": 0.4, "heavy": 0.24},
+    presets={"clean": 0.08, "mild": 0.28, "medium": 0.5, "heavy": 0.14},
 )
 """Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show.
 Some are clean, so that detail of good input is not taken for noise."""
