@@ -27,24 +27,24 @@ def log_rms(x: Tensor, target: Tensor, floor: float = 2 / 255) -> Tensor:
     """Return the mean of ln(rms) over frames, [B, C, F, H, W] in [-1, 1]: minus their mean PSNR, times .115.
 
     Every frame counts by how much better it gets, not by how wrong it is, and within a frame the expected
-    value is best, where an L1 asks for the median. By `floor` (one grey level) a right frame pulls no more.
+    value is best, where an L1 asks for the median. What is below `floor` (one grey level) hardly counts.
     """
     errors = (x.float() - target.float()).square().mean(dim=(1, 3, 4))
     return (errors + floor**2).log().mean() / 2
 
 
 PixelLoss = Literal["l1", "mse", "charbonnier", "log_rms"]
+_PIXEL_LOSSES: dict[PixelLoss, Callable[[Tensor, Tensor], Tensor]] = {
+    "l1": F.l1_loss,
+    "mse": F.mse_loss,
+    "charbonnier": charbonnier,
+    "log_rms": log_rms,
+}
 
 
 def pixel_loss(kind: PixelLoss, frames: Tensor, target: Tensor) -> Tensor:
     """Return the distance of frames [B, C, F, H, W], in float32."""
-    distances: dict[PixelLoss, Callable[[Tensor, Tensor], Tensor]] = {
-        "l1": F.l1_loss,
-        "mse": F.mse_loss,
-        "charbonnier": charbonnier,
-        "log_rms": log_rms,
-    }
-    return distances[kind](frames.float(), target.float())
+    return _PIXEL_LOSSES[kind](frames.float(), target.float())
 
 
 def temporal_difference(

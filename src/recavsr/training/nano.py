@@ -278,8 +278,8 @@ def joint_stage() -> Stage:
 def _polished(stage: Stage) -> Stage:
     """Return the stage with the losses it ends by: PSNR itself, structure, and a little of LPIPS.
 
-    In parts of a decibel: 1 dB weighs .008, as much as .01 of SSIM and .67 of LPIPS. More LPIPS than this
-    costs SSIM and PSNR in heavy degradation (docs/training-log.md).
+    1 dB weighs as much as .01 of SSIM and .67 of LPIPS. More weight of LPIPS costs SSIM and PSNR in heavy
+    degradation (docs/training-log.md, v0.11).
     """
     return replace(stage, pixel="log_rms", pixel_weight=0.07, perceptual_weight=0.012)
 

@@ -459,6 +459,7 @@ class VideoReader:
             late = stamp.time - window.begin
             self.shift = -(stamp.time if late < Fraction(stamp.duration) * stamp.time_base else window.begin)
         elif self.info.container in (*_BROADCAST, "rtsp", "hls"):
+            # A first frame that told no time was counted back, perhaps to before the origin.
             self.shift = -min(self.info.origin, stamp.time)
         elif stamp.time < 0:  # not every container can say so, and readers of Matroska can't see it
             self.shift = -stamp.time
