@@ -1,4 +1,4 @@
-"""The small encoder of nano: HQ frames to latents on the Wan2.2 grid (4 x 16 x 16, 48 channels).
+"""The small encoder of nano: HQ frames to latents, 48 channels of 4 x 16 x 16 as Wan2.2's, or finer ones.
 
 It is needed for training only: the generator learns to predict what it says of the HQ frames. Each
 latent is made from its own 4 frames (the first of a stream from 1), so encoding streams by itself.
@@ -18,10 +18,11 @@ from recavsr.models.lr_projector import unshuffle_frames
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Sizes of the encoder: channels at 1/8 and at 1/16 of the picture."""
+    """Sizes of the encoder: channels at twice the latents' resolution and at their own."""
 
     channels: tuple[int, int] = (128, 256)
     latent_channels: int = 48
+    latent_stride: int = 16
 
 
 class ResidualConv(nn.Module):
@@ -39,13 +40,14 @@ class ResidualConv(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Frames [B, 3, F, H, W] to latents [B, 48, T, H / 16, W / 16]."""
+    """Frames [B, 3, F, s H, s W] to latents [B, C, T, H, W]."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         fine, coarse = config.channels
         self.config = config
-        self.stem = nn.Conv2d(3 * 8 * 8, fine, 3, padding=1)
+        self.opening = config.latent_stride // 2
+        self.stem = nn.Conv2d(3 * self.opening**2, fine, 3, padding=1)
         self.fine = ResidualConv(fine)
         self.down = nn.Conv2d(fine, coarse, 3, stride=2, padding=1)
         self.group = nn.Conv2d(FRAMES_PER_LATENT * coarse, coarse, 1)
@@ -62,7 +64,7 @@ class Encoder(nn.Module):
         if (count + lead) % FRAMES_PER_LATENT:
             raise ValueError(f"{count} frames are not 4 T - 3")
         frames = torch.cat([frames[:, :, :1].expand(-1, -1, lead, -1, -1), frames], dim=2)
-        x = unshuffle_frames(frames, 8).transpose(1, 2).flatten(0, 1)
+        x = unshuffle_frames(frames, self.opening).transpose(1, 2).flatten(0, 1)
         x = x.contiguous(memory_format=torch.channels_last)
         x = self.down(F.silu(self.fine(self.stem(x))))
         x = x.unflatten(0, (-1, FRAMES_PER_LATENT)).flatten(1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from recavsr.attention import SpatialWindow
 from recavsr.cache_policy import PAPER_SCHEDULE, CacheAction, Schedule
 from recavsr.models.autoencoder import EncoderConfig
@@ -67,9 +69,32 @@ def nano_decoder() -> DecoderConfig:
     )
 
 
-def nano_encoder() -> EncoderConfig:
-    """Return nano's encoder."""
-    return EncoderConfig(channels=(128, 256))
+def nano_encoder(generator: GeneratorConfig) -> EncoderConfig:
+    """Return the encoder of nano's latents, or of those of another generator of its kind."""
+    return EncoderConfig((128, 256), generator.latent_channels, generator.latent_stride)
+
+
+def nano_fine() -> GeneratorConfig:
+    """Return nano's generator with latents of 8 pixels instead of 16, of 12 channels instead of 48.
+
+    A token takes 4 x 4 of them: its pixels, its numbers and the generator's cost are nano's.
+    """
+    return replace(nano(), latent_channels=12, latent_stride=8, patch=4)
+
+
+def nano_fine_decoder() -> DecoderConfig:
+    """Return the decoder for latents of 8 pixels: four times the cells of half the width.
+
+    Products cost what nano's do; attention, in windows of as many cells, twice as much.
+    """
+    return replace(
+        nano_decoder(),
+        width=128,
+        latent_channels=12,
+        latent_stride=8,
+        latents_mean=(0.0,) * 12,
+        latents_std=(1.0,) * 12,
+    )
 
 
 NANO_PROMPT_TOKENS = 4

@@ -56,13 +56,14 @@ class NanoTraining(nn.Module):
     ) -> None:
         """Make fresh weights, by default under the presets' configs (nano's sizes throughout)."""
         super().__init__()
-        self.encoder = Encoder(nano_encoder())
+        sizes = nano() if generator is None else generator
+        self.encoder = Encoder(nano_encoder(sizes))
         self.decoder = FlashDecoder(nano_decoder() if decoder is None else decoder)
-        self.generator = Generator(nano() if generator is None else generator)
-        self.prompt = nn.Parameter(torch.randn(1, NANO_PROMPT_TOKENS, nano().text_width))
+        self.generator = Generator(sizes)
+        self.prompt = nn.Parameter(torch.randn(1, NANO_PROMPT_TOKENS, sizes.text_width))
         # Statistics of the encoder's latents, measured once after its training.
-        self.register_buffer("latents_mean", torch.zeros(1, nano().latent_channels, 1, 1, 1))
-        self.register_buffer("latents_std", torch.ones(1, nano().latent_channels, 1, 1, 1))
+        self.register_buffer("latents_mean", torch.zeros(1, sizes.latent_channels, 1, 1, 1))
+        self.register_buffer("latents_std", torch.ones(1, sizes.latent_channels, 1, 1, 1))
 
     @classmethod
     def starting_from(cls, path: Path | None) -> NanoTraining:
@@ -107,6 +108,7 @@ class NanoTraining(nn.Module):
         tensors = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}
         configs = {
             "schedule": schedule_text(self.generator),
+            "latent_stride": json.dumps(self.generator.config.latent_stride),
             "generator": json.dumps(self.generator.config.to_released()),
             "decoder": json.dumps(self.decoder.config.to_released()),
         }
@@ -147,9 +149,9 @@ class NanoTraining(nn.Module):
     def export(self, path: Path) -> None:
         """Write a model folder that `recavsr upscale --model` takes, in float16."""
         vae = {
-            "scale_factor_spatial": nano().latent_stride,
+            "scale_factor_spatial": self.generator.config.latent_stride,
             "scale_factor_temporal": 4,
-            "z_dim": nano().latent_channels,
+            "z_dim": self.generator.config.latent_channels,
             "latents_mean": [round(float(x), 6) for x in self.latents_mean.flatten()],
             "latents_std": [round(float(x), 6) for x in self.latents_std.flatten()],
         }
@@ -179,9 +181,17 @@ def _saved_configs(path: Path) -> tuple[GeneratorConfig, DecoderConfig]:
     if "schedule" in found:  # files of earlier versions say no more
         generator = replace(generator, schedule=Schedule.from_config(found["schedule"]))
     if "generator" in found:
-        generator = GeneratorConfig.from_released(found["generator"])
+        stride = found.get("latent_stride", generator.latent_stride)
+        generator = replace(GeneratorConfig.from_released(found["generator"]), latent_stride=stride)
     if "decoder" in found:
-        decoder = DecoderConfig.from_released(found["decoder"])
+        channels = generator.latent_channels
+        # The true ones are read later, into buffers.
+        statistics = {"latents_mean": (0.0,) * channels, "latents_std": (1.0,) * channels}
+        decoder = replace(
+            DecoderConfig.from_released(found["decoder"], statistics),
+            latent_stride=generator.latent_stride,
+            latent_channels=channels,
+        )
     return generator, decoder
 
 
@@ -328,7 +338,9 @@ def control_loss(
     """Return the loss of the decoder alone."""
 
     def loss(hq: Tensor, lr: Tensor) -> dict[str, Tensor]:
-        shape = (hq.shape[0], nano().latent_channels, stage.latents, hq.shape[3] // 16, hq.shape[4] // 16)
+        config = model.decoder.config
+        height, width = (side // config.latent_stride for side in hq.shape[3:])
+        shape = (hq.shape[0], config.latent_channels, stage.latents, height, width)
         latents = torch.zeros(shape, device=hq.device)
         _, frames = model.decoder.step(model.decoder.start(), latents, lr)
         total, terms = stage.frame_losses(frames, hq, lr, distance, compiled=compiled)
@@ -424,7 +436,7 @@ def compile_parts(model: NanoTraining) -> None:
 @torch.no_grad()
 def measure_statistics(model: NanoTraining, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> None:
     """Measure mean and deviation of the encoder's latents over some batches, and set them."""
-    channels = torch.ones(nano().latent_channels, device=model.prompt.device)
+    channels = torch.ones(model.generator.config.latent_channels, device=model.prompt.device)
     model.set_statistics(0 * channels, channels)
     latents = [model.encode(next(batches)[0]).transpose(0, 1).flatten(1) for _ in range(count)]
     values = torch.cat(latents, dim=1)
