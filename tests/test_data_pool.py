@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -345,8 +346,30 @@ def test_draws_have_all_kinds(source: ClipSource) -> None:
     assert all(s.kind == "video" for s in drawn_specs(source, 20, video_fraction=1.0))
 
 
-def test_cameras_stay_inside_their_photos(source: ClipSource) -> None:
-    for spec in drawn_specs(source, 150, video_fraction=0.0):
+def test_free_draws_show_the_same_items_in_other_colours_and_at_other_angles(source: ClipSource) -> None:
+    specs = drawn_specs(source, 300, variety=0.5)
+    free = [spec for spec in specs if spec.is_coloured]
+    assert 0.4 < len(free) / len(specs) < 0.6
+    assert {spec.channels for spec in free} == set(permutations(range(3)))
+    assert all(0 <= spec.lift <= 1 - spec.gain <= 0.4 for spec in free)
+    cameras = [spec.motion for spec in free if spec.motion]
+    assert sum(abs(camera.angle) > 0.5 for camera in cameras) > len(cameras) / 3
+    assert {
+        abs(camera.angle) > 0.5 for camera in (s.motion for s in specs if not s.is_coloured) if camera
+    } == {False}
+    assert any(camera.scale < 0.8 for camera in cameras)
+    assert {spec.motion.velocity_x == 0 for spec in free if spec.motion} == {True, False}
+
+
+def test_colours_are_the_sources_channels_with_gain_and_lift(source: ClipSource) -> None:
+    plain = ClipSpec("video", 1, first=2, y=31, x=70)
+    clip = source.render(replace(plain, channels=(2, 0, 1), gain=0.5, lift=0.25), FRAMES, SIZE)
+    torch.testing.assert_close(clip, source.render(plain, FRAMES, SIZE)[:, [2, 0, 1]] * 0.5 + 0.25)
+
+
+@pytest.mark.parametrize("variety", [0.0, 1.0])
+def test_cameras_stay_inside_their_photos(source: ClipSource, variety: float) -> None:
+    for spec in drawn_specs(source, 150, video_fraction=0.0, variety=variety):
         cameras = [(spec.source, spec.motion)] + (
             [(spec.cutout.photo, spec.cutout.motion)] if spec.cutout else []
         )
@@ -379,12 +402,14 @@ def rendered_by_table(
         rows([s.kind == "video" for s in specs]),
         rows([s.kind == "photo" for s in specs]),
         rows([s.cutout is not None for s in specs]),
+        rows([s.is_coloured for s in specs]),
     )
     return render_table(pixels, table, selection, len(specs), FRAMES, size)
 
 
-def test_table_renders_what_render_renders(source: ClipSource) -> None:
-    specs = drawn_specs(source, 60)
+@pytest.mark.parametrize("variety", [0.0, 0.5])
+def test_table_renders_what_render_renders(source: ClipSource, variety: float) -> None:
+    specs = drawn_specs(source, 60, variety=variety)
     assert {(s.kind, s.cutout is not None) for s in specs} == {
         ("video", False),
         ("photo", False),

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 
 import av
@@ -234,19 +235,39 @@ def test_a_clip_is_the_crop_of_the_decoded_frames(
     assert len({(spec.y, spec.x) for spec in specs}) > 12
 
 
-def test_videos_of_a_pack_are_used_at_their_smaller_size(files: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def packed(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ClipStream, list[Tensor]]:
+    """A pack of one shot that is used at a smaller size, and that shot: forwards, backwards, flipped."""
+    folder = tmp_path_factory.mktemp("packed")
     index = index_folders(files / "videos", shots="builtin", smallest_side=32)
     video = replace(next(v for v in index.videos if v.name == "gaps"), used_size=(40, 52), keyframes=())
-    PackIndex((video,), ()).save(tmp_path)
-    clip = ClipStream.open(tmp_path, cache=tmp_path).clip(Draw("video", 0, 30, (40, 52), seed=0))
+    PackIndex((video,), ()).save(folder)
     frames = [planes_to_rgb(planes, (40, 52)).round().byte() for planes in decode_planes(Path(video.file))]
     wanted = torch.stack(frames)
-    found = [
-        torch.equal(clip, turned.flip(axes) if axes else turned)
-        for turned in (wanted, wanted.flip(0))
-        for axes in ((), (2,), (3,), (2, 3))
-    ]
-    assert found.count(True) == 1
+    turned = [clip.flip(axes) for clip in (wanted, wanted.flip(0)) for axes in ((), (2,), (3,), (2, 3))]
+    return ClipStream.open(folder, cache=folder), turned
+
+
+def test_videos_of_a_pack_are_used_at_their_smaller_size(packed: tuple[ClipStream, list[Tensor]]) -> None:
+    stream, turned = packed
+    clip = stream.clip(Draw("video", 0, 30, (40, 52), seed=0))
+    assert [torch.equal(clip, wanted) for wanted in turned].count(True) == 1
+
+
+def test_free_draws_of_videos_have_other_colours(packed: tuple[ClipStream, list[Tensor]]) -> None:
+    stream, turned = packed
+    clip = stream.clip(Draw("video", 0, 30, (40, 52), seed=0, variety=1.0)).float()
+    fits = []
+    for wanted in turned:
+        for order in permutations(range(3)):
+            source = wanted[:, list(order)].float()
+            gain = (source - source.mean()).mul(clip - clip.mean()).mean() / source.var(correction=0)
+            worst = (clip - clip.mean() - gain * (source - source.mean())).abs().max()
+            fits.append((float(worst), float(gain), order))
+    worst, gain, order = min(fits)
+    assert worst < 1.1  # rounded
+    assert 0.6 <= gain < 0.99
+    assert order != (0, 1, 2)
 
 
 def test_a_still_photo_is_a_part_of_it(clips: ClipStream, files: Path) -> None:

@@ -22,7 +22,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,9 @@ _CACHE_FORMAT = 1  # raise it when the same pack is to be decoded into other pix
 
 STILL_FRACTION = 0.12
 """Share of photo clips whose camera stands still."""
+
+_FREE_SCALE = (0.7, 1.2)
+"""Photo pixels per clip pixel of clips that are drawn freely: softer than the photo, to hardly aliased."""
 
 CropSize = int | tuple[int, int]
 """Rows and columns of a crop, or the side of a square one. Only square crops are ever transposed."""
@@ -139,7 +142,8 @@ class Cutout:
 class ClipSpec:
     """One HQ clip. kind "video": shot number `source`, frames first, first + stride, ..., running back and
     forth where the shot is too short, cropped at (y, x). kind "photo": photo number `source` under `motion`,
-    perhaps with a cutout. Both: backwards in time, flipped, transposed."""
+    perhaps with a cutout. Both: backwards in time, flipped, transposed, in other colours: value `lift` +
+    `gain` * that of the source's channel `channels[i]`."""
 
     kind: str
     source: int
@@ -153,11 +157,19 @@ class ClipSpec:
     x: int = 0
     motion: CameraMotion | None = None
     cutout: Cutout | None = None
+    channels: tuple[int, int, int] = (0, 1, 2)
+    gain: float = 1.0
+    lift: float = 0.0
 
     @property
     def mirror(self) -> tuple[bool, bool, bool]:
         """flip_x, flip_y, transpose."""
         return self.flip_x, self.flip_y, self.transpose
+
+    @property
+    def is_coloured(self) -> bool:
+        """Whether the clip has other colours than its source."""
+        return (self.channels, self.gain, self.lift) != ((0, 1, 2), 1.0, 0.0)
 
 
 # ---------------------------------------------------------------- stored pixels
@@ -407,21 +419,26 @@ class StoredClips:
         size: CropSize = 256,
         video_fraction: float = 0.5,
         still_fraction: float = STILL_FRACTION,
+        variety: float = 0.0,
     ) -> ClipSpec:
         """Draw a clip: a video crop with probability `video_fraction`, else a photo under camera motion.
 
-        A photo stands still with probability `still_fraction`.
-        Raises InputError where no item is as large as the crop.
+        A photo stands still with probability `still_fraction`. With probability `variety` a clip is drawn
+        freely: in other colours, a photo also at any angle and at more scales, so that few items look like
+        more. Raises InputError where no item is as large as the crop.
         """
+        free = variety > 0 and rng.random() < variety
         shots, _, photos = self._large_enough(size)
         if shots and (not photos or rng.random() < video_fraction):
-            return self._sample_video(rng, frames, size)
-        if not photos:
+            spec = self._sample_video(rng, frames, size)
+        elif photos:
+            spec = self._sample_photo(rng, frames, size, still_fraction, free)
+        else:
             rows, columns = rows_and_columns(size)
             raise InputError(
                 f"{self.name}: no {self.split} items of {columns}x{rows} pixels or more; pack other data"
             )
-        return self._sample_photo(rng, frames, size, still_fraction)
+        return _recoloured(spec, rng) if free else spec
 
     def _large_enough(self, size: CropSize) -> tuple[list[int], np.ndarray, list[int]]:
         """The split's shots that hold a crop, their odds, and the photos that do."""
@@ -463,7 +480,7 @@ class StoredClips:
         )
 
     def _sample_photo(
-        self, rng: np.random.Generator, frames: int, size: CropSize, still_fraction: float
+        self, rng: np.random.Generator, frames: int, size: CropSize, still_fraction: float, free: bool
     ) -> ClipSpec:
         rows, columns = rows_and_columns(size)
         source = int(rng.choice(self._large_enough(size)[2]))
@@ -472,11 +489,16 @@ class StoredClips:
         transpose = transpose and _is_square(size)
         level = int(rng.random() < 0.4 and self.photos[source].holds(1.2 * rows, 1.2 * columns, level=1))
         if rng.random() < still_fraction:
+            if free:
+                motion = self._fitted(
+                    rng, _freely_turned(CameraMotion(level, 0.0, 0.0), rng), source, 1, size
+                )
+                return ClipSpec("photo", source, flip_x, flip_y, transpose, motion=motion)
             height, width = self.photos[source].size(level)
             y, x = detailed_place(rng, self._photo_detail[source][level], height, width, size)
             motion = CameraMotion(level, x + (columns - 1) / 2, y + (rows - 1) / 2)
             return ClipSpec("photo", source, flip_x, flip_y, transpose, motion=motion)
-        motion = self._sample_motion(rng, source, level, frames, size)
+        motion = self._sample_motion(rng, source, level, frames, size, free=free)
         cutout = self._sample_cutout(rng, frames, size) if rng.random() < 0.25 else None
         return ClipSpec("photo", source, flip_x, flip_y, transpose, motion=motion, cutout=cutout)
 
@@ -488,6 +510,7 @@ class StoredClips:
         frames: int,
         size: CropSize,
         fastest: float = 8.0,
+        free: bool = False,
     ) -> CameraMotion:
         speed = math.exp(rng.uniform(math.log(0.1), math.log(fastest))) if rng.random() < 0.9 else 0.0
         heading = rng.uniform(0, 2 * math.pi)
@@ -517,6 +540,8 @@ class StoredClips:
             spin=float(rng.normal(0, 0.05)) / frames if turns else 0.0,
             shake=tuple(shake),
         )
+        if free:
+            motion = _freely_turned(motion, rng)
         return self._fitted(rng, motion, source, frames, size)
 
     def _fitted(
@@ -565,6 +590,10 @@ class StoredClips:
 
     def render(self, spec: ClipSpec, frames: int = 37, size: CropSize = 256) -> Tensor:
         """The clip on the CPU: float32 [T, 3, H, W] in [0, 1]."""
+        return coloured(self._render_plain(spec, frames, size), spec)
+
+    def _render_plain(self, spec: ClipSpec, frames: int, size: CropSize) -> Tensor:
+        """The clip in the source's own colours."""
         if spec.kind == "video":
             return self._render_video(spec, frames, size)
         if spec.motion is None:
@@ -736,6 +765,13 @@ def mirrored(clip: Tensor, spec: ClipSpec) -> Tensor:
     return clip.flip(axes) if axes else clip.contiguous()
 
 
+def coloured(clip: Tensor, spec: ClipSpec, white: float = 1.0) -> Tensor:
+    """A clip [T, 3, H, W] in [0, white] in the colours of the spec."""
+    if not spec.is_coloured:
+        return clip
+    return clip[:, list(spec.channels)].mul_(spec.gain).add_(white * spec.lift)
+
+
 def frame_numbers(spec: ClipSpec, shot_frames: int, frames: int) -> np.ndarray:
     """The shot's frames that a clip shows, int64 [T]: running back and forth where the shot is too short."""
     steps = spec.first + spec.stride * np.arange(frames)
@@ -786,6 +822,21 @@ def _calmed(motion: CameraMotion) -> CameraMotion:
             (x * shrink, y * shrink, turn * shrink, rate, phase) for x, y, turn, rate, phase in motion.shake
         ),
     )
+
+
+def _freely_turned(motion: CameraMotion, rng: np.random.Generator) -> CameraMotion:
+    """The motion seen at any angle, and at more scales."""
+    return _changed(
+        motion, angle=float(rng.uniform(-math.pi, math.pi)), scale=float(rng.uniform(*_FREE_SCALE))
+    )
+
+
+def _recoloured(spec: ClipSpec, rng: np.random.Generator) -> ClipSpec:
+    """The clip with its channels in any order and less contrast, anywhere between black and white."""
+    red, green, blue = (int(channel) for channel in rng.permutation(3))
+    gain = float(rng.uniform(0.6, 1.0))
+    lift = float(rng.uniform(0.0, 1.0 - gain))
+    return replace(spec, channels=(red, green, blue), gain=gain, lift=lift)
 
 
 def _moved(motion: CameraMotion, x: float, y: float) -> CameraMotion:
@@ -842,7 +893,8 @@ class ClipTable:
 
     video [N, 5] int64: offset of the clip's pixel (0, 0) in a frame 0, values a frame and a channel apart,
     steps along rows and columns. numbers [N, T] int64: frames shown. planes [N, 2, 3] int64: offset, rows,
-    columns of photo and cutout. matrices [N, 2, T, 2, 3] float32. outline [N, 10] float32.
+    columns of photo and cutout. matrices [N, 2, T, 2, 3] float32. outline [N, 10] float32. channels [N, 3]
+    int64: those of the source that are shown. tone [N, 2] float32: gain and lift.
     """
 
     video: Tensor
@@ -850,6 +902,8 @@ class ClipTable:
     planes: Tensor
     matrices: Tensor
     outline: Tensor
+    channels: Tensor
+    tone: Tensor
 
     @staticmethod
     def empty(rows: int, frames: int, device: torch.device | str = "cpu") -> ClipTable:
@@ -860,11 +914,15 @@ class ClipTable:
             torch.zeros((rows, 2, 3), dtype=torch.int64, device=device),
             torch.zeros((rows, 2, frames, 2, 3), device=device),
             torch.zeros((rows, 10), device=device),
+            torch.zeros((rows, 3), dtype=torch.int64, device=device),
+            torch.zeros((rows, 2), device=device),
         )
 
     def set(self, row: int, source: ClipSource, spec: ClipSpec, size: CropSize) -> None:
         """Fill one row of a table in CPU memory."""
         frames = self.numbers.shape[1]
+        self.channels[row] = torch.tensor(spec.channels)
+        self.tone[row] = torch.tensor((spec.gain, spec.lift))
         if spec.kind == "video":
             shot = source.shots[spec.source]
             place, steps = _video_steps(spec, shot, size)
@@ -883,8 +941,8 @@ class ClipTable:
             self.matrices[row, layer] = torch.from_numpy(_doubled_matrices(motion, frames, size, spec.mirror))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The five tensors, in the order of the fields."""
-        return self.video, self.numbers, self.planes, self.matrices, self.outline
+        """The tensors, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def _video_steps(spec: ClipSpec, shot: StoredShot, size: CropSize) -> tuple[int, tuple[int, int]]:
@@ -904,12 +962,14 @@ def _video_steps(spec: ClipSpec, shot: StoredShot, size: CropSize) -> tuple[int,
 class Selection:
     """Which clips to render, by kind: (rows of the table, places in the batch, first frames of the windows).
 
-    All int64 on the table's device. Rows with a cutout are listed under `photo` too.
+    All int64 on the table's device. Rows with a cutout are listed under `photo` too, those in other colours
+    under their kind.
     """
 
     video: tuple[Tensor, Tensor, Tensor]
     photo: tuple[Tensor, Tensor, Tensor]
     cutout: tuple[Tensor, Tensor, Tensor]
+    coloured: tuple[Tensor, Tensor, Tensor]
 
 
 def render_table(
@@ -928,6 +988,11 @@ def render_table(
         front, points = _gather_photo(pixels, table, 1, rows, starts, frames, size)
         mask = _cutout_mask(points, table.outline[rows][:, None])[:, :, None]
         result[places] = torch.lerp(result[places], front, mask)
+    rows, places, _ = selection.coloured
+    if len(rows):
+        index = table.channels[rows][:, None, :, None, None].expand(-1, *result.shape[1:])
+        gain, lift = (value[:, None, None, None, None] for value in table.tone[rows].unbind(1))
+        result[places] = result[places].gather(2, index) * gain + lift
     return result
 
 

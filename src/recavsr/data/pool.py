@@ -61,6 +61,7 @@ class PairSettings:
 
     `size`: rows and columns of HQ clips, or their side; `video_fraction`: share of clips from videos, the
     others being photos under a moving camera; `still_fraction`: share of these whose camera stands still;
+    `variety`: share of clips in other colours, photos at any angle and at more scales as well;
     `image_video_fraction`: share from videos among single images that are drawn as such (not out of a pool),
     None: like clips; `presets` and `scales`: shares of degradation presets and scale factors;
     `degradations`: how many LR versions are made of each rendered clip; `sharpen`: weight of the target's
@@ -72,6 +73,7 @@ class PairSettings:
     size: CropSize = 256
     video_fraction: float = 0.5
     still_fraction: float = STILL_FRACTION
+    variety: float = 0.0
     image_video_fraction: float | None = None
     presets: dict[str, float] = field(default_factory=lambda: dict(TRAINING_MIX))
     scales: dict[int, float] = field(default_factory=lambda: dict(SCALE_MIX))
@@ -88,7 +90,7 @@ class PairSettings:
         for name, shares in (("presets", self.presets), ("scales", self.scales)):
             if min(shares.values(), default=0) < 0 or not sum(shares.values()) > 0:
                 raise InputError(f"the shares of {name} must add up to more than 0, not {shares}")
-        for name in ("video_fraction", "still_fraction", "bursts"):
+        for name in ("video_fraction", "still_fraction", "variety", "bursts"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is a share from 0 to 1, not {getattr(self, name)}")
 
@@ -115,6 +117,7 @@ def make_pairs(source: StoredClips, settings: PairSettings, seed: int, index: in
         size=settings.size,
         video_fraction=settings.video_fraction,
         still_fraction=settings.still_fraction,
+        variety=settings.variety,
     )
     clip = source.render(spec, settings.frames, settings.size)
     if settings.sharpen:
@@ -278,6 +281,7 @@ class _Ring:
         self.table = ClipTable.empty(capacity, settings.frames, device)
         self.is_video = np.zeros(capacity, bool)
         self.has_cutout = np.zeros(capacity, bool)
+        self.is_coloured = np.zeros(capacity, bool)
 
     def add(
         self, source: ClipSource, settings: PairSettings, items: list[tuple[ClipSpec, np.ndarray]]
@@ -292,6 +296,7 @@ class _Ring:
             part.set(i, source, spec, settings.size)
             pixels[i].numpy()[:] = lr
             self.is_video[rows[i]], self.has_cutout[rows[i]] = spec.kind == "video", spec.cutout is not None
+            self.is_coloured[rows[i]] = spec.is_coloured
         where = torch.from_numpy(rows).to(device)
         self.lr.index_copy_(0, where, pixels.to(device, non_blocking=True))
         for whole, new in zip(self.table.tensors(), part.tensors()):
@@ -435,15 +440,18 @@ class TrainingPool:
         rows = self._rng.integers(ring.count, size=count)
         starts = self._rng.integers(self.settings.frames - frames + 1, size=count)
         places = np.arange(count)
-        groups = (ring.is_video[rows], ~ring.is_video[rows], ring.has_cutout[rows])
+        is_video, has_cutout, is_coloured = (
+            kind[rows] for kind in (ring.is_video, ring.has_cutout, ring.is_coloured)
+        )
+        groups = (is_video, ~is_video, has_cutout, is_coloured)
         # One small copy to the device for all indices.
         packed = np.concatenate(
             [np.stack((rows, places, starts))[:, group] for group in (*groups, slice(None))], 1
         )
         numbers = torch.from_numpy(packed).to(self.device)
         ends = np.cumsum([int(group.sum()) for group in groups])
-        video, photo, cutout, everything = numbers.tensor_split(ends.tolist(), dim=1)
-        selection = Selection(*(tuple(part) for part in (video, photo, cutout)))  # type: ignore[arg-type]
+        *kinds, everything = numbers.tensor_split(ends.tolist(), dim=1)
+        selection = Selection(*(tuple(part) for part in kinds))  # type: ignore[arg-type]
         hq = render_table(self._pixels, ring.table, selection, count, frames, size)
         if self.settings.sharpen:
             hq = usm_sharpen(hq, self.settings.sharpen)

@@ -35,6 +35,7 @@ from recavsr.data.clips import (
     CropSize,
     StoredClips,
     StoredShot,
+    coloured,
     default_cache,
     detail_of,
     detailed_place,
@@ -199,6 +200,7 @@ class Draw:
     size: CropSize
     seed: int
     still_fraction: float = STILL_FRACTION
+    variety: float = 0.0
     attempt: int = 0  # each tries another item, where the one before is damaged
 
 
@@ -312,7 +314,7 @@ class ClipStream:
         # The place in time comes from here; the place in the frame waits for a frame to measure.
         flat = np.ones((max(height // 32, 1), max(width // 32, 1)), np.float32)
         one = StoredClips("", [stored], [], np.empty(0, np.uint8), [flat], [], self.split)
-        spec = one.sample(rng, frames=draw.frames, size=draw.size, video_fraction=1.0)
+        spec = one.sample(rng, frames=draw.frames, size=draw.size, video_fraction=1.0, variety=draw.variety)
         numbers = int(shot["first"]) + frame_numbers(spec, stored.frames, draw.frames)
         crops: dict[int, Tensor] = {}
         for number, planes in self._decode(int(shot["video"]), set(numbers.tolist())):
@@ -323,7 +325,8 @@ class ClipStream:
                 y, x = detailed_place(rng, detail, height, width, draw.size)
                 spec = replace(spec, y=y, x=x)
             crops[number] = _cropped(planes, resized, spec.y, spec.x, draw.size)
-        return mirrored(torch.stack([crops[number] for number in numbers.tolist()]), spec)
+        clip = mirrored(torch.stack([crops[number] for number in numbers.tolist()]), spec)
+        return coloured(clip.float(), spec, 255).round_().byte() if spec.is_coloured else clip
 
     def _decode(self, video: int, wanted: set[int]) -> Iterator[tuple[int, Planes]]:
         """Frames of a video by number, in order; decoding begins at the last keyframe before them."""
@@ -362,6 +365,7 @@ class ClipStream:
             size=draw.size,
             video_fraction=0.0,
             still_fraction=draw.still_fraction,
+            variety=draw.variety,
         )
         clip = clips.render(spec, draw.frames, draw.size)
         return clip.mul_(255).round_().byte()
@@ -424,7 +428,7 @@ class StreamedPairs:
         if frames == 1 and settings.image_video_fraction is not None:
             fraction = settings.image_video_fraction
         draw = self.stream.draw(number, frames, settings.size, fraction, self.seed)
-        return replace(draw, still_fraction=settings.still_fraction)
+        return replace(draw, still_fraction=settings.still_fraction, variety=settings.variety)
 
     def record(self, number: int, frames: int) -> DegradationRecord:
         """How pair `number` of so many frames is degraded."""
