@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from media import drawn
+from recavsr.errors import InputError
 from recavsr.evaluation.floor import decoder_work, generator_work
 from recavsr.evaluation.protocol import session_upscaler
 from recavsr.geometry import BlockPlan, Grid
@@ -267,3 +268,10 @@ def test_its_products_are_as_many_as_those_of_nano() -> None:
     # Four times the queries of half the width: the decoder's attention is twice nano's.
     assert fine.pop("decoder_attention") == pytest.approx(2 * plain.pop("decoder_attention"))
     assert fine == pytest.approx(plain, rel=0.1)
+
+
+def test_weights_of_another_stride_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "nano.safetensors"
+    fresh("nano").save(other)
+    with pytest.raises(InputError, match="has latents of 16 pixels, nano_fine of 8"):
+        opened(recipes.nano_fine().stages[0], other)

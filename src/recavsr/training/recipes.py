@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from recavsr.data.pool import PairSettings
+from recavsr.errors import InputError
 from recavsr.models import presets
 from recavsr.training.adjust import Adjustable
 from recavsr.training.batches import BatchSource
@@ -255,9 +256,16 @@ def nano_fine() -> Recipe:
 
 
 def _open_fine(setup: Setup) -> NanoTraining:
+    generator, decoder = presets.nano_fine(), presets.nano_fine_decoder()
     if setup.start is None:
-        return NanoTraining(presets.nano_fine(), presets.nano_fine_decoder())
-    return NanoTraining.starting_from(setup.start)
+        return NanoTraining(generator, decoder)
+    model = NanoTraining.starting_from(setup.start)
+    if (stride := model.generator.config.latent_stride) != generator.latent_stride:
+        raise InputError(
+            f"{setup.start} has latents of {stride} pixels, nano_fine of {generator.latent_stride}; "
+            "start it from weights of its own, or from none"
+        )
+    return model
 
 
 def nano_teacher() -> Recipe:
