@@ -252,18 +252,22 @@ def nano_fine() -> Recipe:
         nano_stage("joint", _timed(520), joint, _open_fine),
         nano_stage("polish", _timed(830), polish, _open_fine),
     )
-    return Recipe(about(nano_fine), stages, NANO_PAIRS)
+    return Recipe(about(nano_fine), stages, NANO_PAIRS, read_start=_read_fine)
 
 
 def _open_fine(setup: Setup) -> NanoTraining:
-    generator, decoder = presets.nano_fine(), presets.nano_fine_decoder()
     if setup.start is None:
-        return NanoTraining(generator, decoder)
-    model = NanoTraining.starting_from(setup.start)
-    if (stride := model.generator.config.latent_stride) != generator.latent_stride:
+        return NanoTraining(presets.nano_fine(), presets.nano_fine_decoder())
+    return _read_fine(setup.start)
+
+
+def _read_fine(path: Path) -> NanoTraining:
+    model = NanoTraining.starting_from(path)
+    stride, wanted = model.generator.config.latent_stride, presets.nano_fine().latent_stride
+    if stride != wanted:
         raise InputError(
-            f"{setup.start} has latents of {stride} pixels, nano_fine of {generator.latent_stride}; "
-            "start it from weights of its own, or from none"
+            f"{path} has latents of {stride} pixels, nano_fine of {wanted}; start it from weights of its own, "
+            "or from none"
         )
     return model
 
