@@ -266,8 +266,8 @@ def _read_fine(path: Path) -> NanoTraining:
     stride, wanted = model.generator.config.latent_stride, presets.nano_fine().latent_stride
     if stride != wanted:
         raise InputError(
-            f"{path} has latents of {stride} pixels, nano_fine of {wanted}; start it from weights of its own, "
-            "or from none"
+            f"{path} has latents of {stride} pixels, nano_fine of {wanted}; "
+            "start it from weights of its own, or from none"
         )
     return model
 
