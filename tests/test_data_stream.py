@@ -254,6 +254,15 @@ def test_videos_of_a_pack_are_used_at_their_smaller_size(packed: tuple[ClipStrea
     assert [torch.equal(clip, wanted) for wanted in turned].count(True) == 1
 
 
+def test_free_draws_of_photos_are_full_pictures_of_less_contrast(clips: ClipStream) -> None:
+    for place in range(20):
+        draw = Draw("photo", place, 5, 32, seed=2, variety=1.0)
+        clip = clips.clip(draw)
+        assert clip.shape == (5, 3, 32, 32)
+        assert 10 < int(clip.max()) - int(clip.min()) < 255
+        assert torch.equal(clip, clips.clip(draw))
+
+
 def test_free_draws_of_videos_have_other_colours(packed: tuple[ClipStream, list[Tensor]]) -> None:
     stream, turned = packed
     clip = stream.clip(Draw("video", 0, 30, (40, 52), seed=0, variety=1.0)).float()
