@@ -12,28 +12,32 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import mean
 
 from recavsr.data.clips import ClipSource
 from recavsr.evaluation import metrics
 from recavsr.evaluation.environment import environment
 from recavsr.evaluation.peers import open_peer
 from recavsr.evaluation.protocol import Pair, session_upscaler
+from recavsr.evaluation.report import BASELINE, summarise
 from recavsr.evaluation.validation import validation_pairs
 from recavsr.stream.load import load
 
 FRAMES, CONDITIONS = 29, ("mild", "heavy")
+METRICS = {"psnr": metrics.psnr, "ssim": metrics.ssim}
 
 
-def chosen(pack: Path, split: str, each: int) -> list[tuple[str, Pair]]:
-    """Return pairs of at most `each` videos and of `each` photos of a split, with their kind."""
+def chosen(pack: Path, split: str, each: int) -> list[Pair]:
+    """Return pairs of at most `each` videos, evenly spread, and of `each` photos of a split."""
     source = ClipSource.open(pack, processes=2, split=split)
     pairs = [p.moving for p in validation_pairs(source, frames=FRAMES, photos=each, conditions=CONDITIONS)]
-    kinds = {kind: [p for p in pairs if p.clip.startswith("photo") == (kind == "photo")]
-             for kind in ("video", "photo")}  # fmt: skip
-    names = list(dict.fromkeys(p.clip for p in kinds["video"]))
-    kept = set(names[:: -(-len(names) // each)])
-    return [(kind, p) for kind, some in kinds.items() for p in some if kind == "photo" or p.clip in kept]
+    videos = list(dict.fromkeys(pair.clip for pair in pairs if kind_of(pair) == "video"))
+    kept = videos[:: -(-len(videos) // each)]
+    return [pair for pair in pairs if kind_of(pair) == "photo" or pair.clip in kept]
+
+
+def kind_of(pair: Pair) -> str:
+    """Return what a validation pair was made from."""
+    return "photo" if pair.clip.startswith("photo ") else "video"
 
 
 def main() -> None:
@@ -46,31 +50,23 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=12, help="videos, and photos, of a split")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    models = {Path(name).name: session_upscaler(load(name, device="cpu"), name) for name in options.model}
+    models = (session_upscaler(load(name, device="cpu"), Path(name).name) for name in options.model)
+    upscalers = [open_peer(BASELINE), *models]
     rows = []
     for split in ("train", "validation"):
-        for kind, pair in chosen(options.pack, split, options.each):
-            for name, upscaler in {"bicubic": open_peer("bicubic"), **models}.items():
+        cases: dict[str, list[dict]] = {"video": [], "photo": []}
+        for pair in chosen(options.pack, split, options.each):
+            for upscaler in upscalers:
                 made = upscaler.run(pair.lr_frames)
-                row = {"model": name, "split": split, "kind": kind, "degradation": pair.degradation}
-                row |= {"clip": pair.clip, "psnr": float(metrics.psnr(made, pair.truth).mean())}
-                rows.append(row | {"ssim": float(metrics.ssim(made, pair.truth).mean())})
-    for split in ("train", "validation"):
-        for kind in ("video", "photo"):
-            for condition in CONDITIONS:
-                case = [
-                    r for r in rows if (r["split"], r["kind"], r["degradation"]) == (split, kind, condition)
-                ]
-
-                def value(name: str, key: str, case: list = case) -> float:
-                    return mean(r[key] for r in case if r["model"] == name)
-
-                for name in models:
-                    psnr, ssim = (value(name, key) - value("bicubic", key) for key in ("psnr", "ssim"))
-                    print(
-                        f"{split:10} {kind} {condition:5} {name:12} {psnr:+.3f} dB  SSIM {ssim:+.4f}",
-                        flush=True,
-                    )
+                row = {"model": upscaler.name, "degradation": pair.degradation, "clip": pair.clip}
+                row |= {name: float(measure(made, pair.truth).mean()) for name, measure in METRICS.items()}
+                cases[kind_of(pair)].append(row)
+        for kind, case in cases.items():
+            rows += [{"split": split, "kind": kind, **row} for row in case]
+            for mean in summarise(case):
+                gains = f"{mean['psnr_gain']:+.3f} dB  SSIM {mean['ssim_gain']:+.4f}"
+                if mean["model"] != BASELINE:
+                    print(f"{split:10} {kind} {mean['degradation']:5} {mean['model']:12} {gains}", flush=True)
     if options.output:
         result = {"frames": FRAMES, "environment": environment("cpu"), "rows": rows}
         options.output.write_text(json.dumps(result, indent=1) + "\n")

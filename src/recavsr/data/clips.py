@@ -803,14 +803,9 @@ def _footprint(motion: CameraMotion, frames: int, size: CropSize) -> tuple[np.nd
     return seen.min((0, 2)), seen.max((0, 2))
 
 
-def _changed(motion: CameraMotion, **changes: object) -> CameraMotion:
-    values = {field.name: getattr(motion, field.name) for field in fields(motion)}
-    return CameraMotion(**{**values, **changes})  # type: ignore[arg-type]
-
-
 def _calmed(motion: CameraMotion) -> CameraMotion:
     shrink = 0.7
-    return _changed(
+    return replace(
         motion,
         velocity_x=motion.velocity_x * shrink,
         velocity_y=motion.velocity_y * shrink,
@@ -826,7 +821,7 @@ def _calmed(motion: CameraMotion) -> CameraMotion:
 
 def _freely_turned(motion: CameraMotion, rng: np.random.Generator) -> CameraMotion:
     """The motion seen at any angle, and at more scales."""
-    return _changed(
+    return replace(
         motion, angle=float(rng.uniform(-math.pi, math.pi)), scale=float(rng.uniform(*_FREE_SCALE))
     )
 
@@ -840,7 +835,7 @@ def _recoloured(spec: ClipSpec, rng: np.random.Generator) -> ClipSpec:
 
 
 def _moved(motion: CameraMotion, x: float, y: float) -> CameraMotion:
-    return _changed(motion, x=motion.x + x, y=motion.y + y)
+    return replace(motion, x=motion.x + x, y=motion.y + y)
 
 
 def _doubled_matrices(

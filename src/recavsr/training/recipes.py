@@ -216,17 +216,21 @@ def _timed(seconds: float) -> RunSettings:
     return RunSettings(seconds=seconds, precision="bf16", sample_every=1000)
 
 
+def _through_history(name: str) -> Stage:
+    """Return a stage of the short form in which gradients flow into the blocks before."""
+    return replace(STAGES[name](), through_history=True)
+
+
 def nano_full() -> Recipe:
     """nano: a decoder alone, latents added to it, then the paper's stages. 44 minutes on one large card."""
-    joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
         nano_stage("control", _timed(430)),
         nano_stage("control_polish", _timed(170)),
         nano_stage("autoencoder", _timed(120)),
         stage1_stage("adaptation", _timed(120)),
         stage1_stage("routing", _timed(100)),
-        nano_stage("joint", _timed(520), joint),
-        nano_stage("polish", _timed(830), polish),
+        nano_stage("joint", _timed(520), _through_history("joint")),
+        nano_stage("polish", _timed(830), _through_history("polish")),
         stage2_stage(_timed(350)),
     )
     return Recipe(about(nano_full), stages, NANO_PAIRS)
@@ -245,12 +249,11 @@ def nano_control() -> Recipe:
 
 def nano_fine() -> Recipe:
     """nano with latents of 8 pixels instead of 16, from the data alone. 35 minutes on one large card."""
-    joint, polish = (replace(STAGES[name](), through_history=True) for name in ("joint", "polish"))
     stages = (
         nano_stage("control", _timed(430), opens=_open_fine),
         nano_stage("autoencoder", _timed(290), opens=_open_fine),
-        nano_stage("joint", _timed(520), joint, _open_fine),
-        nano_stage("polish", _timed(830), polish, _open_fine),
+        nano_stage("joint", _timed(520), _through_history("joint"), _open_fine),
+        nano_stage("polish", _timed(830), _through_history("polish"), _open_fine),
     )
     return Recipe(about(nano_fine), stages, NANO_PAIRS, read_start=_read_fine)
 
@@ -274,8 +277,7 @@ def _read_fine(path: Path) -> NanoTraining:
 
 def nano_teacher() -> Recipe:
     """A slow teacher: nano with twice the layers and a wider head, polished on from trained weights."""
-    polish = replace(STAGES["polish"](), through_history=True)
-    stages = (nano_stage("polish", _timed(1200), polish, _open_grown),)
+    stages = (nano_stage("polish", _timed(1200), _through_history("polish"), _open_grown),)
     return Recipe(about(nano_teacher), stages, NANO_PAIRS, needs_start=True)
 
 
