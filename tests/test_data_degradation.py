@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from recavsr.data import degradation as D
 from recavsr.errors import InputError
 from recavsr.evaluation import protocol
+from recavsr.video.memory_codec import code_clip
 
 cv2 = pytest.importorskip("cv2")
 
@@ -140,6 +142,43 @@ def test_codecs_change_pixels_more_at_lower_rates(gentle: D.Codec, harsh: D.Code
     assert 0.3 < errors[0] < 0.8 * errors[1]
     assert errors[1] < 25
     assert torch.equal(coded[1], D._compress(clip, harsh, area))
+
+
+def test_a_crf_codes_a_crop_as_hard_as_the_frame_it_is_of(shared: Path) -> None:
+    video = shared / "data" / "train_video" / "A2_sam2demo_03_skateboarder.mp4"
+    truth, _ = protocol.read_truth(video, dataclasses.replace(protocol.FULL, frames=20))
+    clip = torch.from_numpy(truth).permute(0, 3, 1, 2).float() / 255
+    clip = D.apply_degradation(clip, D.FixedDegradation("small", 1.0, "area", 2, 95, None).record(20)) / 255
+    height, width = clip.shape[2:]
+    assert height >= 176
+    assert width >= 320
+
+    def error(part: Tensor, crf: float) -> Tensor:
+        coded = code_clip(D._to_planes(part), "libx264", crf=crf, speed="medium", rate=25)
+        return (D._from_planes(coded, part) - part).square()
+
+    whole, crops, crf_of_crop = error(clip, 27), [], D.crf_of_part(27, 64, 64)
+    for y, x in itertools.product(range(0, height - 63, 64), range(0, width - 63, 64)):
+        part = (slice(None), slice(None), slice(y, y + 64), slice(x, x + 64))
+        crops.append(
+            [whole[part].mean(), error(clip[part], 27).mean(), error(clip[part], crf_of_crop).mean()]
+        )
+    of_whole, uncorrected, corrected = np.mean(crops, axis=0)
+    assert uncorrected < 0.75 * of_whole
+    assert corrected == pytest.approx(of_whole, rel=0.15)
+
+
+def test_a_crf_is_raised_where_x264_counts_less_of_a_clip() -> None:
+    assert D.crf_of_part(27, 180, 320) == D.crf_of_part(27, 1080, 1920) == 27
+    assert D.crf_of_part(27, 64, 64) == pytest.approx(27 + 2.4 * math.log2(3))
+    assert D.crf_of_part(50, 64, 64) == 51
+    assert D.crf_of_part(27, 32, 32) == pytest.approx(27 + 2.4 * math.log2(0.75))  # all blocks count
+    clip = scene(6, size=64)
+    coded = D._compress(clip, D.Codec("libx264", 27, None), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(D, "crf_of_part", lambda crf, height, width: crf)
+        assert not torch.equal(D._compress(clip, D.Codec("libx264", 27, None), 1), coded)
+        assert torch.equal(D._compress(clip, D.Codec("libx264", 27 + 2.4 * math.log2(3), None), 1), coded)
 
 
 def test_bitrate_follows_the_area() -> None:

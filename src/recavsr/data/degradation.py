@@ -43,6 +43,8 @@ KERNELS = ("iso", "aniso", "generalized_iso", "generalized_aniso", "plateau_iso"
 _KERNEL_ODDS = (0.405, 0.225, 0.108, 0.027, 0.108, 0.027, 0.1)
 _CODECS = ("libx264", "libx264", "mpeg4")  # RealBasicVSR's libx264, h264 (the same encoder here), mpeg4
 _BITRATE_AREA = 256 * 256  # HQ pixels that RealBasicVSR's bitrates were made for
+_SPEEDS = ("veryfast", "fast", "medium")  # of x264 at a crf; medium is what it does if it is not told
+_CRF_FRAME = (180, 320)  # rows and columns of the frame that a crf is meant for, if the clip is smaller
 _SEED_STEP = 7919  # between the noise seeds of two frames
 
 Walk = tuple[float, ...]
@@ -101,7 +103,7 @@ class Jpeg:
 
 @dataclass(frozen=True)
 class Codec:
-    """A real video codec in memory: `crf`, or `bits` a frame for each 256x256 HQ pixels."""
+    """A real video codec in memory: `crf` (as `crf_of_part`), or `bits` a frame for 256x256 HQ pixels."""
 
     codec: str
     crf: float | None
@@ -316,11 +318,7 @@ def _medium_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
         stages.append(Jpeg(_Range(55, 95, 3).walk(rng, frames)))
     draw = rng.random()
     if draw < 0.7:
-        stages.append(
-            Codec(
-                "libx264", round(float(rng.uniform(18, 32)), 1), None, str(rng.choice(("veryfast", "fast")))
-            )
-        )
+        stages.append(Codec("libx264", round(float(rng.uniform(18, 32)), 1), None, str(rng.choice(_SPEEDS))))
     elif draw < 0.8:
         stages.append(Codec("mpeg4", None, float(rng.integers(1_500, 12_001))))
     return stages
@@ -341,11 +339,7 @@ def _mild_stages(rng: np.random.Generator, frames: int) -> list[Stage]:
     if draw < 0.6:
         stages.append(Jpeg(_Range(75, 95, 1).walk(rng, frames)))
     if 0.5 <= draw < 0.88:
-        stages.append(
-            Codec(
-                "libx264", round(float(rng.uniform(14, 24)), 1), None, str(rng.choice(("veryfast", "fast")))
-            )
-        )
+        stages.append(Codec("libx264", round(float(rng.uniform(14, 24)), 1), None, str(rng.choice(_SPEEDS))))
     return stages
 
 
@@ -819,6 +813,29 @@ def bitrate_scale(hq_area: int) -> float:
     return hq_area / _BITRATE_AREA
 
 
+def crf_of_part(crf: float, height: int, width: int) -> float:
+    """The crf at which x264 codes a clip of this size as if it were part of a frame of 320 x 180 pixels.
+
+    x264 sets a frame's quantiser by its complexity, to the power of 1 - 0.6 (its qcomp): the sum over all
+    macroblocks but those at the border, measured against the number of all. Of a crop of 64 x 64 pixels 4 in
+    16 count, of the whole frame 3 in 4, so the crop would be coded 3.8 steps finer. Frames that are as large
+    keep their crf.
+    """
+    counted, all_blocks = _macroblocks(height, width)
+    counted_of_whole, all_of_whole = _macroblocks(*_CRF_FRAME)
+    if all_blocks >= all_of_whole:
+        return crf
+    shares = counted_of_whole / all_of_whole, counted / all_blocks
+    return min(crf + 6 * 0.4 * math.log2(shares[0] / shares[1]), 51.0)
+
+
+def _macroblocks(height: int, width: int) -> tuple[int, int]:
+    """How many of a frame's macroblocks x264 counts (all, where a side is 2 or less), and how many it has."""
+    rows, columns = -(-height // 16), -(-width // 16)
+    inner = rows * columns if min(rows, columns) <= 2 else (rows - 2) * (columns - 2)
+    return inner, rows * columns
+
+
 def _compress(frames: Frames, codec: Codec, hq_area: int) -> Tensor:
     """Through the codec at the first frame's size, to which the others are scaled as an encoder would."""
     size = (frames[0].shape[-2], frames[0].shape[-1])
@@ -827,9 +844,9 @@ def _compress(frames: Frames, codec: Codec, hq_area: int) -> Tensor:
     bits = None if codec.bits is None else codec.bits * bitrate_scale(hq_area)
     # At one frame a second, as in RealBasicVSR, a crf is almost lossless; a viewer's clip runs at 25.
     rate = 1 if codec.crf is None else 25
-    coded = code_clip(
-        _to_planes(clip), codec.codec, crf=codec.crf, bits_per_frame=bits, speed=codec.speed, rate=rate
-    )
+    crf = None if codec.crf is None else crf_of_part(codec.crf, *size)
+    planes = _to_planes(clip)
+    coded = code_clip(planes, codec.codec, crf=crf, bits_per_frame=bits, speed=codec.speed, rate=rate)
     return _from_planes(coded, clip)
 
 

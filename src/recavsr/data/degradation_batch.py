@@ -330,7 +330,7 @@ def _steps(planes: list[Tensor], sizes: Sizes, codecs: Sequence[Codec], hq_area:
     """The step of each clip, float32 [B]."""
     device = planes[0].device
     # x264 spends more than its crf says where the eye looks: a fit to its damage at crf 14 to 32.
-    quantiser = torch.tensor([0.9 * (codec.crf or 0.0) + 0.4 for codec in codecs], device=device)
+    quantiser = torch.tensor([0.9 * (codec.crf or 0.0) + 2.0 for codec in codecs], device=device)
     limited = [row for row, codec in enumerate(codecs) if codec.bits is not None]
     if limited:
         budget = torch.tensor(

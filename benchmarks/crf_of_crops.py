@@ -1,0 +1,92 @@
+"""Does a crop of training size get coded as hard as the whole frame at the same crf?
+
+    python benchmarks/crf_of_crops.py VIDEO... [-o FILE]
+
+Every clip is made small as in the held-out protocol, coded by x264 whole and in crops of 64 x 64 pixels, at
+the same crf and at `crf_of_part`. What counts is the squared error of the crop's luma, as a share of what
+the whole frame's code leaves there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from recavsr.data.degradation import crf_of_part
+from recavsr.evaluation import protocol
+from recavsr.evaluation.environment import environment
+from recavsr.video.memory_codec import code_clip
+
+SIDE = 64
+QUALITIES = {
+    "clean": protocol.Degradation("clean", 0.6, "area", 0, 100, None),
+    "noisy": protocol.Degradation("noisy", 1.2, "bilinear", 4, 85, None),
+    "heavy": protocol.Degradation("heavy", 1.8, "bilinear", 7, 70, None),
+}
+
+
+def planes(frames: np.ndarray) -> np.ndarray:
+    """Return RGB frames [N, H, W, 3] as 4:2:0 planes."""
+    cv2 = protocol.opencv()
+    return np.stack([cv2.cvtColor(np.ascontiguousarray(f), cv2.COLOR_RGB2YUV_I420) for f in frames])
+
+
+def error(clip: np.ndarray, crf: float) -> np.ndarray:
+    """Return the squared error of coded luma, [N, H, W]."""
+    height = clip.shape[1] * 2 // 3
+    coded = code_clip(clip, "libx264", crf=crf, speed="medium", rate=Fraction(25))
+    return (coded[:, :height].astype(float) - clip[:, :height]) ** 2
+
+
+def main() -> None:
+    """Measure every clip; print means, and write a row a clip, quality and crf."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("videos", type=Path, nargs="+")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for video in options.videos:
+        truth, rate = protocol.read_truth(video, protocol.FULL)
+        for quality, degradation in QUALITIES.items():
+            small = protocol.degrade(truth, degradation, rate, 0)
+            height, width = small.shape[1:3]
+            if height < 2 * SIDE:
+                continue
+            corners = [
+                (y, x) for y in range(0, height - SIDE + 1, SIDE) for x in range(0, width - SIDE + 1, SIDE)
+            ]
+            for crf in (16, 22, 28):
+                whole = error(planes(small), crf)
+                means = {"whole": 0.0, "same_crf": 0.0, "crf_of_part": 0.0}
+                for y, x in corners:
+                    crop = planes(small[:, y : y + SIDE, x : x + SIDE])
+                    means["whole"] += whole[:, y : y + SIDE, x : x + SIDE].mean() / len(corners)
+                    means["same_crf"] += error(crop, crf).mean() / len(corners)
+                    means["crf_of_part"] += error(crop, crf_of_part(crf, SIDE, SIDE)).mean() / len(corners)
+                rows.append({"clip": video.stem, "height": height, "width": width, "quality": quality})
+                rows[-1] |= {"crf": crf, **{name: round(value, 3) for name, value in means.items()}}
+    for quality in QUALITIES:
+        for crf in (16, 22, 28):
+            chosen = [row for row in rows if (row["quality"], row["crf"]) == (quality, crf)]
+            same, ours = (
+                [float(np.log(row[name] / row["whole"])) for row in chosen]
+                for name in ("same_crf", "crf_of_part")
+            )
+            print(
+                f"{quality:6} crf {crf}: {len(chosen)} clips, error of crops, as a share of the frame's: "
+                f"same crf {np.exp(np.mean(same)):.2f}, crf_of_part {np.exp(np.mean(ours)):.2f} "
+                f"({np.exp(min(ours)):.2f} to {np.exp(max(ours)):.2f})"
+            )
+    if options.output:
+        result = {"environment": environment("cpu"), "rows": rows}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
