@@ -288,10 +288,11 @@ def joint_stage() -> Stage:
 def _polished(stage: Stage) -> Stage:
     """Return the stage with the losses it ends by: PSNR itself, structure, and a little of LPIPS.
 
-    1 dB weighs as much as .01 of SSIM and .67 of LPIPS. More weight of LPIPS costs SSIM and PSNR in heavy
+    1 dB weighs as much as .0045 of SSIM and .67 of LPIPS. More weight of LPIPS costs SSIM and PSNR in heavy
     degradation (docs/training-log.md, v0.11).
     """
-    return replace(stage, pixel="log_rms", pixel_weight=0.07, perceptual_weight=0.012)
+    losses = replace(stage, pixel="log_rms", pixel_weight=0.07, perceptual_weight=0.012)
+    return replace(losses, structure_weight=1.8, border_weight=3.0)
 
 
 def polish_stage() -> Stage:

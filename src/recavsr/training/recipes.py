@@ -67,11 +67,13 @@ SHORT_FORM = ("autoencoder", "generator", "teacher", "joint", "polish")
 NANO_PAIRS = PairSettings(
     frames=53,
     still_fraction=0.5,
+    variety=0.5,
     scales={4: 1.0},
-    presets={"clean": 0.08, "mild": 0.28, "medium": 0.5, "heavy": 0.14},
+    presets={"clean": 0.08, "mild": 0.24, "medium": 0.58, "heavy": 0.1},
 )
 """Clips of 14 latents: 6 + 4 x 2. Of those from photos half stand still: where pulses and flicker show.
-Some are clean, so that detail of good input is not taken for noise."""
+Half of all are drawn freely, or the photos are soon known by heart. Some are clean, so that detail of good
+input is not taken for noise."""
 
 OpenNano = Callable[[Setup], NanoTraining]
 """Makes the networks that a stage trains, on any device."""
