@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +26,7 @@ from recavsr.evaluation.environment import environment
 from recavsr.video.memory_codec import code_clip
 
 SIDE = 64
+CRFS = (16, 22, 28)
 QUALITIES = {
     "clean": protocol.Degradation("clean", 0.6, "area", 0, 100, None),
     "noisy": protocol.Degradation("noisy", 1.2, "bilinear", 4, 85, None),
@@ -42,6 +47,21 @@ def error(clip: np.ndarray, crf: float) -> np.ndarray:
     return (coded[:, :height].astype(float) - clip[:, :height]) ** 2
 
 
+def measured(clip: np.ndarray) -> Iterator[dict[str, float]]:
+    """Yield the mean squared error that is left in a clip's crops by the three codes, at each crf."""
+    height, width = clip.shape[1:3]
+    corners = list(product(range(0, height - SIDE + 1, SIDE), range(0, width - SIDE + 1, SIDE)))
+    for crf in CRFS:
+        whole = error(planes(clip), crf)
+        errors = []
+        for y, x in corners:
+            part = (slice(None), slice(y, y + SIDE), slice(x, x + SIDE))
+            crop, own = planes(clip[part]), crf_of_part(crf, SIDE, SIDE)
+            errors.append((whole[part].mean(), error(crop, crf).mean(), error(crop, own).mean()))
+        means = dict(zip(("whole", "same_crf", "crf_of_part"), np.mean(errors, axis=0)))
+        yield {"crf": crf, **{name: round(float(value), 3) for name, value in means.items()}}
+
+
 def main() -> None:
     """Measure every clip; print means, and write a row a clip, quality and crf."""
     parser = argparse.ArgumentParser(
@@ -50,39 +70,25 @@ def main() -> None:
     parser.add_argument("videos", type=Path, nargs="+")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for video in options.videos:
         truth, rate = protocol.read_truth(video, protocol.FULL)
         for quality, degradation in QUALITIES.items():
-            small = protocol.degrade(truth, degradation, rate, 0)
-            height, width = small.shape[1:3]
-            if height < 2 * SIDE:
-                continue
-            corners = [
-                (y, x) for y in range(0, height - SIDE + 1, SIDE) for x in range(0, width - SIDE + 1, SIDE)
-            ]
-            for crf in (16, 22, 28):
-                whole = error(planes(small), crf)
-                means = {"whole": 0.0, "same_crf": 0.0, "crf_of_part": 0.0}
-                for y, x in corners:
-                    crop = planes(small[:, y : y + SIDE, x : x + SIDE])
-                    means["whole"] += whole[:, y : y + SIDE, x : x + SIDE].mean() / len(corners)
-                    means["same_crf"] += error(crop, crf).mean() / len(corners)
-                    means["crf_of_part"] += error(crop, crf_of_part(crf, SIDE, SIDE)).mean() / len(corners)
-                rows.append({"clip": video.stem, "height": height, "width": width, "quality": quality})
-                rows[-1] |= {"crf": crf, **{name: round(value, 3) for name, value in means.items()}}
-    for quality in QUALITIES:
-        for crf in (16, 22, 28):
-            chosen = [row for row in rows if (row["quality"], row["crf"]) == (quality, crf)]
-            same, ours = (
-                [float(np.log(row[name] / row["whole"])) for row in chosen]
-                for name in ("same_crf", "crf_of_part")
-            )
-            print(
-                f"{quality:6} crf {crf}: {len(chosen)} clips, error of crops, as a share of the frame's: "
-                f"same crf {np.exp(np.mean(same)):.2f}, crf_of_part {np.exp(np.mean(ours)):.2f} "
-                f"({np.exp(min(ours)):.2f} to {np.exp(max(ours)):.2f})"
-            )
+            clip = protocol.degrade(truth, degradation, rate, 0)
+            height, width = clip.shape[1:3]
+            if height >= 2 * SIDE:
+                about = {"clip": video.stem, "height": height, "width": width, "quality": quality}
+                rows += [about | row for row in measured(clip)]
+    for quality, crf in product(QUALITIES, CRFS):
+        chosen = [row for row in rows if (row["quality"], row["crf"]) == (quality, crf)]
+        print(
+            f"{quality:6} crf {crf}: {len(chosen)} clips, error of crops, as a share of the frame's:", end=""
+        )
+        for name in ("same_crf", "crf_of_part"):
+            shares = [row[name] / row["whole"] for row in chosen]
+            mean = statistics.geometric_mean(shares)
+            print(f" {name} {mean:.2f} ({min(shares):.2f} to {max(shares):.2f})", end="")
+        print()
     if options.output:
         result = {"environment": environment("cpu"), "rows": rows}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
