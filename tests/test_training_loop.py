@@ -443,6 +443,52 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert weights_of(log.parent) == weights_of(tmp_path / "whole" / "noisy")
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_ends_its_step_and_keeps_it(tmp_path: Path, sent: signal.Signals) -> None:
+    steps = 120
+    whole = start_toy("noisy", tmp_path / "whole", steps)
+    stopped = start_toy("noisy", tmp_path / "stopped", steps)
+    log, wanted = tmp_path / "stopped" / "noisy" / "log.csv", random.randrange(5, 60)
+    while stopped.poll() is None and (not log.is_file() or log.read_text().count("\n") < wanted):
+        time.sleep(0.01)
+    stopped.send_signal(sent)
+    assert stopped.wait() == -signal.SIGINT  # how Python ends by KeyboardInterrupt
+    assert not (log.parent / "weights.json").exists()
+    done = max(losses_of(log.parent))
+    assert max((log.parent / "checkpoints").iterdir()).name == f"step_{done:08d}"
+    assert start_toy("noisy", tmp_path / "stopped", steps).wait() == 0
+    assert whole.wait() == 0
+    assert losses_of(log.parent) == losses_of(tmp_path / "whole" / "noisy")
+    assert weights_of(log.parent) == weights_of(tmp_path / "whole" / "noisy")
+
+
+class Told(ToyGan):
+    """Gets signals in its third step."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def updates(self, batch: Batch) -> Iterator[tuple[str, Losses]]:
+        for _ in range(self.count if len(self.progress) == 3 else 0):
+            signal.raise_signal(signal.SIGTERM)
+        yield from super().updates(batch)
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, ["step_00000003"]), (2, [])])
+def test_a_second_signal_stops_at_once(tmp_path: Path, count: int, kept: list[str]) -> None:
+    said: list[str] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(Told(count), Source(), RunSettings(steps=8), tmp_path, WORLD, say=said.append)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert any("stopped after step 3; --resume goes on" in text for text in said) is (count == 1)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == kept
+
+
 def checkpoints(folder: Path, **facts: str) -> tuple[Checkpoints, TrainingStep]:
     step_function = TrainingStep(ToyGan(), WORLD)
     kept = Checkpoints(folder, step_function.objective.model, step_function.players, WORLD, facts=facts)

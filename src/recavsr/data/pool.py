@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 import time
 import traceback
@@ -145,6 +146,7 @@ def _work(
     connection: Connection, source_arguments: tuple, settings: PairSettings, seed: int, first: int, step: int
 ) -> None:
     """A worker's life: clips first, first + step, ... until the other end of the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the trainer ends us
     torch.set_num_threads(1)
     try:
         source = ClipSource(*source_arguments)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import shutil
+import signal
 import tempfile
 import threading
 import traceback
@@ -555,6 +556,7 @@ class _Worker:
 
 def _work(connection: Connection, pairs: StreamedPairs) -> None:
     """A worker's life: makes what it is asked for until the other end of the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the trainer ends us
     torch.set_num_threads(1)
     try:
         while True:

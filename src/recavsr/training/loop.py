@@ -7,9 +7,11 @@ batch is drawn while it runs.
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +85,10 @@ def train(
 
     `folder` gets `log.csv`, `checkpoints/`, `samples/` and `tensorboard/`. With `resume` the run goes
     on from the newest checkpoint there, if any: by `steps` and with a source of exact position as if
-    it had never stopped. Raises TrainingError where a loss stops being finite, with the step and what
-    rebuilds its batch; InputError where the checkpoint is of another stage or schedule.
+    it had never stopped. SIGINT, SIGTERM or SIGHUP ends it after the step that is being made, with a
+    checkpoint, as KeyboardInterrupt; a second one at once. Raises TrainingError where a loss stops being
+    finite, with the step and what rebuilds its batch; InputError where the checkpoint is of another stage
+    or schedule.
     """
     on_card = world.device.type == "cuda"
     graphs = run.graphs and on_card and not is_sharded(objective.model)
@@ -122,24 +126,27 @@ def train(
         log = StageLog(folder, after_step=step) if world.leads else None
         if log is not None:
             stack.callback(log.close)
+        asked_to_stop = stack.enter_context(_stop_signals())
         started = time.monotonic() - before
 
-        def seconds() -> float:
-            elapsed = time.monotonic() - started
-            return world.agree(elapsed) if run.seconds else elapsed
+        def clock() -> tuple[float, bool]:
+            """Return the seconds of the stage, and whether it is asked to stop: the same on every rank."""
+            return world.agree((time.monotonic() - started, asked_to_stop()))
 
-        elapsed = full_since = seconds()
+        elapsed, stops = clock()
+        full_since = elapsed
         while (progress := run.progress(step, elapsed)) < 1:
             if step == full:
                 full_since = elapsed
             batch = feed.take()
             losses = step_function(batch, step, progress)
-            step, elapsed = step + 1, seconds()
+            step += 1
+            elapsed, stops = clock()
             if step == full + 2 and not on_card and run.steps is not None and world.leads:
                 left = (run.steps - step) * (elapsed - full_since) / 2
                 say(f"{objective.name}: {_duration(left)} for the steps left, by the last two")
             last = run.steps is not None and step == run.steps
-            logs, saves = last or step % run.log_every == 0, last or step % run.save_every == 0
+            logs, saves = last or step % run.log_every == 0, last or stops or step % run.save_every == 0
             if logs or saves or not on_card:
                 _stop_if_not_finite(step_function, source, folder)
             if logs:
@@ -154,12 +161,42 @@ def train(
             if saves:
                 checkpoints.save(Position(step, elapsed, feed.state_dict()))
             if run.progress(step, elapsed) < 1:
+                if stops:
+                    if world.leads:
+                        say(f"{objective.name}: stopped after step {step}; --resume goes on from there")
+                    raise KeyboardInterrupt
                 feed.prepare()  # while the card is still busy with the step
         _stop_if_not_finite(step_function, source, folder)
     for player in step_function.players.values():
         if player.averages is not None and not player.rests(step):
             player.averages.copy_to_parameters()
     return step
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Make the first signal to stop a note, and the second one KeyboardInterrupt; yields what has been noted.
+
+    Signals that are ignored stay so. Only the main thread gets any.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                replaced[number] = signal.signal(number, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        for number, old in replaced.items():
+            signal.signal(number, old)
 
 
 def _stop_if_not_finite(step_function: TrainingStep, source: BatchSource, folder: Path) -> None:
