@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,39 +428,39 @@ def weights_of(folder: Path) -> dict[str, list]:
     return json.loads((folder / "weights.json").read_text())
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@contextmanager
+def ended_and_resumed(tmp_path: Path, sent: signal.Signals) -> Iterator[tuple[int, Path]]:
+    """A run that gets a signal at a random step: its exit code and folder; then it is resumed.
+
+    What it leaves in the end is what a run leaves that nothing happened to.
+    """
     steps = 120
     whole = start_toy("noisy", tmp_path / "whole", steps)
-    killed = start_toy("noisy", tmp_path / "killed", steps)
-    log, wanted = tmp_path / "killed" / "noisy" / "log.csv", random.randrange(5, 60)
-    while killed.poll() is None and (not log.is_file() or log.read_text().count("\n") < wanted):
+    ended = start_toy("noisy", tmp_path / "ended", steps)
+    log, wanted = tmp_path / "ended" / "noisy" / "log.csv", random.randrange(5, 60)
+    while ended.poll() is None and (not log.is_file() or log.read_text().count("\n") < wanted):
         time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it was too fast to be killed"
+    ended.send_signal(sent)
+    code = ended.wait()
     assert not (log.parent / "weights.json").exists()
-    assert start_toy("noisy", tmp_path / "killed", steps).wait() == 0
+    yield code, log.parent
+    assert start_toy("noisy", tmp_path / "ended", steps).wait() == 0
     assert whole.wait() == 0
     assert losses_of(log.parent) == losses_of(tmp_path / "whole" / "noisy")
     assert weights_of(log.parent) == weights_of(tmp_path / "whole" / "noisy")
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    with ended_and_resumed(tmp_path, signal.SIGKILL) as (code, _):
+        assert code == -signal.SIGKILL, "it was too fast to be killed"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_told_to_stop_ends_its_step_and_keeps_it(tmp_path: Path, sent: signal.Signals) -> None:
-    steps = 120
-    whole = start_toy("noisy", tmp_path / "whole", steps)
-    stopped = start_toy("noisy", tmp_path / "stopped", steps)
-    log, wanted = tmp_path / "stopped" / "noisy" / "log.csv", random.randrange(5, 60)
-    while stopped.poll() is None and (not log.is_file() or log.read_text().count("\n") < wanted):
-        time.sleep(0.01)
-    stopped.send_signal(sent)
-    assert stopped.wait() == -signal.SIGINT  # how Python ends by KeyboardInterrupt
-    assert not (log.parent / "weights.json").exists()
-    done = max(losses_of(log.parent))
-    assert max((log.parent / "checkpoints").iterdir()).name == f"step_{done:08d}"
-    assert start_toy("noisy", tmp_path / "stopped", steps).wait() == 0
-    assert whole.wait() == 0
-    assert losses_of(log.parent) == losses_of(tmp_path / "whole" / "noisy")
-    assert weights_of(log.parent) == weights_of(tmp_path / "whole" / "noisy")
+    with ended_and_resumed(tmp_path, sent) as (code, folder):
+        assert code == -signal.SIGINT  # how Python ends by KeyboardInterrupt
+        done = max(losses_of(folder))
+        assert max((folder / "checkpoints").iterdir()).name == f"step_{done:08d}"
 
 
 class Told(ToyGan):
@@ -475,18 +476,31 @@ class Told(ToyGan):
         yield from super().updates(batch)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGTERM as the command has it: KeyboardInterrupt."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(("count", "kept"), [(1, ["step_00000003"]), (2, [])])
 def test_a_second_signal_stops_at_once(tmp_path: Path, count: int, kept: list[str]) -> None:
     said: list[str] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(Told(count), Source(), RunSettings(steps=8), tmp_path, WORLD, say=said.append)
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(KeyboardInterrupt):
+        train(Told(count), Source(), RunSettings(steps=8), tmp_path, WORLD, say=said.append)
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     assert any("stopped after step 3; --resume goes on" in text for text in said) is (count == 1)
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == kept
+
+
+@pytest.mark.usefixtures("heard")
+def test_a_signal_in_the_last_step_is_not_lost(tmp_path: Path) -> None:
+    run = RunSettings(steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(Told(1), Source(), run, tmp_path, WORLD, say=lambda text: None)
+    assert train(ToyGan(), Source(), run, tmp_path, WORLD, resume=True, say=lambda text: None) == 3
 
 
 def checkpoints(folder: Path, **facts: str) -> tuple[Checkpoints, TrainingStep]:

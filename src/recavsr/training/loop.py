@@ -133,7 +133,7 @@ def train(
             """Return the seconds of the stage, and whether it is asked to stop: the same on every rank."""
             return world.agree((time.monotonic() - started, asked_to_stop()))
 
-        elapsed, stops = clock()
+        elapsed, _ = clock()
         full_since = elapsed
         while (progress := run.progress(step, elapsed)) < 1:
             if step == full:
@@ -160,11 +160,11 @@ def train(
                     log.sample(step, batch.lr, output, batch.hq)
             if saves:
                 checkpoints.save(Position(step, elapsed, feed.state_dict()))
+            if stops:
+                if world.leads:
+                    say(f"{objective.name}: stopped after step {step}; --resume goes on from there")
+                raise KeyboardInterrupt
             if run.progress(step, elapsed) < 1:
-                if stops:
-                    if world.leads:
-                        say(f"{objective.name}: stopped after step {step}; --resume goes on from there")
-                    raise KeyboardInterrupt
                 feed.prepare()  # while the card is still busy with the step
         _stop_if_not_finite(step_function, source, folder)
     for player in step_function.players.values():
@@ -177,7 +177,8 @@ def train(
 def _stop_signals() -> Iterator[Callable[[], bool]]:
     """Make the first signal to stop a note, and the second one KeyboardInterrupt; yields what has been noted.
 
-    Signals that are ignored stay so. Only the main thread gets any.
+    A note that nobody has acted on is KeyboardInterrupt at the end: no signal is lost. Signals that are
+    ignored stay so. Only the main thread gets any.
     """
     noted: list[int] = []
 
@@ -197,6 +198,8 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, old in replaced.items():
             signal.signal(number, old)
+    if noted:
+        raise KeyboardInterrupt
 
 
 def _stop_if_not_finite(step_function: TrainingStep, source: BatchSource, folder: Path) -> None:
