@@ -34,12 +34,6 @@ QUALITIES = {
 }
 
 
-def planes(frames: np.ndarray) -> np.ndarray:
-    """Return RGB frames [N, H, W, 3] as 4:2:0 planes."""
-    cv2 = protocol.opencv()
-    return np.stack([cv2.cvtColor(np.ascontiguousarray(f), cv2.COLOR_RGB2YUV_I420) for f in frames])
-
-
 def error(clip: np.ndarray, crf: float) -> np.ndarray:
     """Return the squared error of coded luma, [N, H, W]."""
     height = clip.shape[1] * 2 // 3
@@ -52,11 +46,11 @@ def measured(clip: np.ndarray) -> Iterator[dict[str, float]]:
     height, width = clip.shape[1:3]
     corners = list(product(range(0, height - SIDE + 1, SIDE), range(0, width - SIDE + 1, SIDE)))
     for crf in CRFS:
-        whole = error(planes(clip), crf)
+        whole = error(protocol.planes_of(clip), crf)
         errors = []
         for y, x in corners:
             part = (slice(None), slice(y, y + SIDE), slice(x, x + SIDE))
-            crop, own = planes(clip[part]), crf_of_part(crf, SIDE, SIDE)
+            crop, own = protocol.planes_of(clip[part]), crf_of_part(crf, SIDE, SIDE)
             errors.append((whole[part].mean(), error(crop, crf).mean(), error(crop, own).mean()))
         means = dict(zip(("whole", "same_crf", "crf_of_part"), np.mean(errors, axis=0)))
         yield {"crf": crf, **{name: round(float(value), 3) for name, value in means.items()}}

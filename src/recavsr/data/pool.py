@@ -13,7 +13,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
@@ -49,6 +48,7 @@ from recavsr.data.degradation import (
     usm_sharpen,
     with_noise_bursts,
 )
+from recavsr.data.processes import become_worker
 from recavsr.errors import InputError
 
 
@@ -146,8 +146,7 @@ def _work(
     connection: Connection, source_arguments: tuple, settings: PairSettings, seed: int, first: int, step: int
 ) -> None:
     """A worker's life: clips first, first + step, ... until the other end of the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the trainer ends us
-    torch.set_num_threads(1)
+    become_worker()
     try:
         source = ClipSource(*source_arguments)
         index = first
@@ -157,7 +156,7 @@ def _work(
                 connection.send_bytes(header)
                 connection.send_bytes(pair.lr.flatten().numpy().data)
             index += step
-    except (BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+    except (BrokenPipeError, ConnectionResetError):
         return
     except BaseException:
         connection.send_bytes(pickle.dumps(traceback.format_exc()))

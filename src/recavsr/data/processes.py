@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
+
+import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,6 +21,15 @@ class Spread(Protocol):
     def __call__(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Call `function` with each item; return the results in the items' order."""
         ...
+
+
+def become_worker() -> None:
+    """Make this process one of many that make training data: one thread, and deaf to Ctrl-C.
+
+    A terminal sends that to all of them; the trainer, which may want a last batch, ends its workers itself.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import shutil
-import signal
 import tempfile
 import threading
 import traceback
@@ -52,6 +51,7 @@ from recavsr.data.clips import (
 from recavsr.data.degradation import DegradationRecord, apply_degradation, usm_sharpen
 from recavsr.data.pack import PackIndex
 from recavsr.data.pool import WORKER_ENVIRONMENT, PairSettings, WorkerError, draw_degradation, environment
+from recavsr.data.processes import become_worker
 from recavsr.errors import InputError
 from recavsr.video.memory_codec import Planes, decode_planes, decode_planes_from
 
@@ -556,8 +556,7 @@ class _Worker:
 
 def _work(connection: Connection, pairs: StreamedPairs) -> None:
     """A worker's life: makes what it is asked for until the other end of the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the trainer ends us
-    torch.set_num_threads(1)
+    become_worker()
     try:
         while True:
             turn, key = connection.recv()
@@ -565,7 +564,7 @@ def _work(connection: Connection, pairs: StreamedPairs) -> None:
             connection.send((turn, (tuple(pair.hq.shape), tuple(pair.lr.shape)), pair.damaged))
             for tensor in (pair.hq, pair.lr):
                 connection.send_bytes(tensor.flatten().numpy().data)
-    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BaseException:
         connection.send(traceback.format_exc())

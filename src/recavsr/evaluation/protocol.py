@@ -183,10 +183,15 @@ def _jpeg(cv2: ModuleType, frame: Frames, quality: int) -> Frames:
     return cv2.imdecode(data, cv2.IMREAD_COLOR)[..., ::-1].copy()
 
 
+def planes_of(frames: Frames) -> NDArray[np.uint8]:
+    """RGB frames [N, H, W, 3] as 4:2:0 planes of BT.601, [N, H*3/2, W]."""
+    cv2 = opencv()
+    return np.stack([cv2.cvtColor(np.ascontiguousarray(f), cv2.COLOR_RGB2YUV_I420) for f in frames])
+
+
 def _h264(cv2: ModuleType, frames: Frames, crf: int, rate: Fraction) -> Frames:
     """Encode and decode a clip as `H264` says, BT.601 4:2:0. The frame rate matters to x264's crf."""
-    planes = np.stack([cv2.cvtColor(frame, cv2.COLOR_RGB2YUV_I420) for frame in frames])
-    coded = code_clip(planes, "libx264", crf=crf, speed="medium", rate=rate)
+    coded = code_clip(planes_of(frames), "libx264", crf=crf, speed="medium", rate=rate)
     return np.stack([cv2.cvtColor(plane, cv2.COLOR_YUV2RGB_I420) for plane in coded])
 
 

@@ -172,8 +172,14 @@ def _without_recycling(micro: Micro, route: Schedule | None) -> tuple[RecipeStag
 
 def _frame_losses(losses: FrameLosses, micro: Micro) -> FrameLosses:
     """Return nano's losses with an L1: what all rows of the table were made with."""
-    losses = replace(losses, pixel="charbonnier", pixel_weight=1.0, perceptual_weight=micro.perceptual_weight)
-    return replace(losses, structure_weight=0.8, border_weight=2.0)
+    return replace(
+        losses,
+        pixel="charbonnier",
+        pixel_weight=1.0,
+        perceptual_weight=micro.perceptual_weight,
+        structure_weight=0.8,
+        border_weight=2.0,
+    )
 
 
 def _scoped(scopes: tuple[Scope, ...], micro: Micro, route: Schedule | None) -> tuple[RecipeStage, ...]:

@@ -291,8 +291,14 @@ def _polished(stage: Stage) -> Stage:
     1 dB weighs as much as .0045 of SSIM and .67 of LPIPS. More weight of LPIPS costs SSIM and PSNR in heavy
     degradation (docs/training-log.md, v0.11).
     """
-    losses = replace(stage, pixel="log_rms", pixel_weight=0.07, perceptual_weight=0.012)
-    return replace(losses, structure_weight=1.8, border_weight=3.0)
+    return replace(
+        stage,
+        pixel="log_rms",
+        pixel_weight=0.07,
+        perceptual_weight=0.012,
+        structure_weight=1.8,
+        border_weight=3.0,
+    )
 
 
 def polish_stage() -> Stage:
