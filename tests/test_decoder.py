@@ -225,6 +225,12 @@ def test_released_config_round_trip(config: DecoderConfig) -> None:
     assert DecoderConfig.from_released(config.to_released()) == config
 
 
+def test_the_sizes_of_latents_are_those_of_the_vae() -> None:
+    vae = {"latents_mean": [0.0] * 12, "latents_std": [1.0] * 12, "scale_factor_spatial": 8}
+    config = DecoderConfig.from_released(nano_decoder().to_released(), vae)
+    assert (config.latent_channels, config.latent_stride) == (12, 8)
+
+
 def test_the_released_variant_needs_no_sizes() -> None:
     assert DecoderConfig.from_released({"variant": "S"}) == DecoderConfig()
 

@@ -63,7 +63,7 @@ class DecoderConfig:
 
     @staticmethod
     def from_released(config: dict[str, Any], vae: dict[str, Any] | None = None) -> DecoderConfig:
-        """Read a released `flashdecoder_config.json` and the latent statistics of `vae_config.json`.
+        """Read a released `flashdecoder_config.json`, and what `vae_config.json` says of latents.
 
         Raises InputError for unknown fields or another variant than S.
         """
@@ -92,6 +92,8 @@ class DecoderConfig:
             if vae is not None:
                 fields["latents_mean"] = tuple(vae["latents_mean"])
                 fields["latents_std"] = tuple(vae["latents_std"])
+                fields["latent_channels"] = len(fields["latents_mean"])
+                fields["latent_stride"] = vae.get("scale_factor_spatial", DecoderConfig.latent_stride)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"flashdecoder_config.json: missing or malformed field {error}") from error
         if known:

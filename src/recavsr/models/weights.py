@@ -120,10 +120,7 @@ class ModelFolder:
                 f"vae_config.json: {len(decoder.latents_mean)} latent means and {len(decoder.latents_std)} "
                 f"deviations, the generator has {generator.latent_channels} latent channels"
             )
-        generator = replace(generator, latent_stride=vae.get("scale_factor_spatial", 16))
-        decoder = replace(
-            decoder, latent_stride=generator.latent_stride, latent_channels=generator.latent_channels
-        )
+        generator = replace(generator, latent_stride=decoder.latent_stride)
         return ModelFolder(path, generator, decoder, vae)
 
     def load_generator(

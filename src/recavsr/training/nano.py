@@ -185,13 +185,12 @@ def _saved_configs(path: Path) -> tuple[GeneratorConfig, DecoderConfig]:
         generator = replace(GeneratorConfig.from_released(found["generator"]), latent_stride=stride)
     if "decoder" in found:
         channels = generator.latent_channels
-        # The true ones are read later, into buffers.
-        statistics = {"latents_mean": (0.0,) * channels, "latents_std": (1.0,) * channels}
-        decoder = replace(
-            DecoderConfig.from_released(found["decoder"], statistics),
-            latent_stride=generator.latent_stride,
-            latent_channels=channels,
-        )
+        latents = {
+            "latents_mean": (0.0,) * channels,  # the true ones are read later, into buffers
+            "latents_std": (1.0,) * channels,
+            "scale_factor_spatial": generator.latent_stride,
+        }
+        decoder = DecoderConfig.from_released(found["decoder"], latents)
     return generator, decoder
 
 
@@ -288,16 +287,16 @@ def joint_stage() -> Stage:
 def _polished(stage: Stage) -> Stage:
     """Return the stage with the losses it ends by: PSNR itself, structure, and a little of LPIPS.
 
-    1 dB weighs as much as .0045 of SSIM and .67 of LPIPS. More weight of LPIPS costs SSIM and PSNR in heavy
+    1 dB weighs as much as .0045 of SSIM and .50 of LPIPS. More weight of LPIPS costs SSIM and PSNR in heavy
     degradation (docs/training-log.md, v0.11).
     """
     return replace(
         stage,
         pixel="log_rms",
         pixel_weight=0.07,
-        perceptual_weight=0.012,
+        perceptual_weight=0.016,
         structure_weight=1.8,
-        border_weight=3.0,
+        border_weight=4.0,
     )
 
 
