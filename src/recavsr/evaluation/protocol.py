@@ -423,6 +423,7 @@ def _command(options: argparse.Namespace) -> str:
     """The command to repeat the run, without this machine's folders."""
     words = ["python", "-m", "recavsr.evaluation.protocol", "--model", options.model, "--data", "DIR"]
     words += ["--degradation", options.degradation, "--device", options.device]
+    words += ["--precision", options.precision]
     words += ["--clips", options.clips] if options.clips else []
     words += ["--quick"] if options.quick else []
     words += ["--no-lpips"] if options.no_lpips else []
