@@ -173,7 +173,7 @@ def _look_at(
     weight = 1 if precision == "fp8" else dtype.itemsize
     budget = 2**62 if memory is None else parse_memory(memory)
     prompt_tokens = folder.load_prompt().shape[1]
-    needed = plan_memory(
+    count = plan_memory(
         folder.generator,
         folder.decoder,
         padded_size(*strips[0].work_size, folder.generator.token_stride),
@@ -184,8 +184,8 @@ def _look_at(
         weight,
         kernels_on(target, dtype),
         len(strips),
-    ).peak
-    needed += _joined(plan, strips)
+    )
+    needed = (count.peak if on_card else count.counted) + _joined(plan, strips)
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     small = bytes_of_weights <= LARGEST_TO_LOAD
     return load(name, **settings) if small else None, needed, on_card, native_scale  # type: ignore[arg-type]
