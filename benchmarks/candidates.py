@@ -21,7 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from recavsr.evaluation.peers import Upscaler
 from recavsr.evaluation.protocol import (
     FULL,
     QUICK,
+    described,
     evaluate,
     held_out_clips,
     open_upscaler,
@@ -102,7 +103,7 @@ def measuring(clips: Path, full: bool, lpips: LPIPS, cache: Path) -> tuple[dict[
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    return asdict(protocol), lambda one: evaluate(
+    return described(protocol, files), lambda one: evaluate(
         [one], files, protocol, lpips=lpips, cache=cache, progress=say
     )
 

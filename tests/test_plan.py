@@ -106,6 +106,13 @@ def test_memory_grows_with_the_size(film: Path, tmp_path: Path) -> None:
     assert 2.5 < needs[1] / needs[0] < 25
 
 
+def test_a_budget_is_held_against_the_output(film: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": "nano", "device": "cpu", "memory": "2GB", "dry_run": True}
+    assert upscale(film, tmp_path / "out.mp4", height=216, **options).estimate is not None
+    with pytest.raises(InputError, match="too little"):
+        upscale(film, tmp_path / "out.mp4", height=1080, **options)
+
+
 def test_a_way_by_the_native_scale_is_said_and_counted(
     film: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ import json
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from recavsr.evaluation.protocol import (
     FULL,
     QUICK,
     choose_clips,
+    described,
     evaluate,
     held_out_clips,
     result_file,
@@ -201,7 +202,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     command += f" --clips {options.clips}" if options.clips else ""
     command += f" --still {options.still}" if options.still is not None else ""
     result = {
-        "protocol": asdict(protocol) | {"clips": [clip.stem for clip in clips]},
+        "protocol": described(protocol, clips),
         "environment": environment(str(model.device)),
         "command": command,
         "rows": rows,

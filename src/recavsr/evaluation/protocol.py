@@ -321,7 +321,7 @@ def evaluate(
     upscalers: Sequence[Upscaler],
     clips: Iterable[Path],
     protocol: Protocol = FULL,
-    degradations: Sequence[str] = ("mild", "heavy"),
+    degradations: Sequence[str] = tuple(DEGRADATIONS),
     *,
     lpips: LPIPS | None = None,
     cache: Path | None = None,
@@ -430,6 +430,21 @@ def _command(options: argparse.Namespace) -> str:
     return shlex.join([*words, "-o", options.output.name])
 
 
+def described(
+    protocol: Protocol, clips: Sequence[Path], degradations: Sequence[str] = tuple(DEGRADATIONS)
+) -> dict[str, Any]:
+    """A protocol as result files have it: rows whose descriptions are equal may stand in one table."""
+    return {
+        **asdict(protocol),
+        "scale": SCALE,
+        "clips": [clip.stem for clip in clips],
+        "degradations": [asdict(DEGRADATIONS[name]) for name in degradations],
+        "h264": H264,
+        "lpips": "alex v0.1",
+        "ssim": "luma; ssim_rgb: mean over channels",
+    }
+
+
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     protocol = QUICK if options.quick else FULL
     names = options.model.split(",")
@@ -452,15 +467,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     return {
-        "protocol": {
-            **asdict(protocol),
-            "scale": SCALE,
-            "clips": [clip.stem for clip in clips],
-            "degradations": [asdict(DEGRADATIONS[name]) for name in degradations],
-            "h264": H264,
-            "lpips": "alex v0.1",
-            "ssim": "luma; ssim_rgb: mean over channels",
-        },
+        "protocol": described(protocol, clips, degradations),
         "environment": measured_with,
         "peers": peer_versions(names),
         "rows": rows,

@@ -271,7 +271,7 @@ def upscale(
                 name = str(model) if small is None else small.name
                 return _report(plan, reader, name, Timing(), 0.0, guess=guess)
             watch.say("loading", 0)
-            sizes = {"out_size": plan.out_size, "lr_size": None if direct else plan.lr_size}
+            sizes = plan.sizes(direct=direct)
             block_model, notes = _loaded(model, **sizes, tell=watch.tell, **settings)
             work.begin(run.facts(block_model), resume=resume, overwrite=overwrite)
             session = work.session(block_model) or run.session(block_model)

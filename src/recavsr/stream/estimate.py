@@ -187,8 +187,10 @@ def _look_at(
     )
     needed = (count.peak if on_card else count.counted) + _joined(plan, strips)
     bytes_of_weights = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
-    small = bytes_of_weights <= LARGEST_TO_LOAD
-    return load(name, **settings) if small else None, needed, on_card, native_scale  # type: ignore[arg-type]
+    if bytes_of_weights > LARGEST_TO_LOAD:
+        return None, needed, on_card, native_scale
+    loaded = load(name, **plan.sizes(direct=direct), **settings)  # type: ignore[arg-type]
+    return loaded, needed, on_card, native_scale
 
 
 def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:

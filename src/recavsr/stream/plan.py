@@ -151,6 +151,10 @@ class Plan:
     changes: tuple[str, ...]  # what happens to the pixels beside the model's work
     warnings: tuple[str, ...]
 
+    def sizes(self, *, direct: bool) -> dict[str, tuple[int, int] | None]:
+        """Return what `load` has to know of sizes for a budget of memory; `direct` as in `upscale`."""
+        return {"out_size": self.out_size, "lr_size": None if direct else self.lr_size}
+
     def lines(self) -> list[str]:
         """Return the plan in words, one fact a line."""
         (h, w), (out_h, out_w) = self.lr_size, self.out_size
