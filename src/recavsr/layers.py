@@ -127,6 +127,12 @@ def unshuffled(frames: Tensor, factor: int) -> Tensor:
     return packed(cells_of(frames, factor)).flatten(4).permute(0, 4, 1, 2, 3)
 
 
+def halved(frames: Tensor) -> Tensor:
+    """Return frames [B, C, F, H, W] at half their size: means of 2 x 2 pixels."""
+    small = F.interpolate(frames.flatten(1, 2), scale_factor=0.5, mode="bilinear")  # just between four
+    return small.unflatten(1, frames.shape[1:3])
+
+
 def modulation_table(rows: int, width: int) -> nn.Parameter:
     """Return the learned part of a modulation [1, rows, width], drawn with variance 1 / width.
 

@@ -22,7 +22,7 @@ from recavsr.attention import SpatialWindow, WindowPlan, plan_window, windowed_a
 from recavsr.errors import InputError
 from recavsr.fused import Residual, in_pieces, linear, silu_linear, swiglu_linear
 from recavsr.geometry import FRAMES_PER_LATENT, Grid, frames_of_latents
-from recavsr.layers import RMSNorm, copy_both, grid_cells, packed, unshuffled
+from recavsr.layers import RMSNorm, copy_both, grid_cells, halved, packed, unshuffled
 from recavsr.models.row_parallel import Band
 from recavsr.rope import AxisSplit, following, rotate, rotation_table
 from recavsr.state import State
@@ -56,6 +56,8 @@ class DecoderConfig:
     head: Literal["linear", "convolutional"] = "linear"
     """How a cell becomes pixels: an MLP and a pixel shuffle (released), or `ConvolutionalHead`."""
     head_channels: int = 48
+    lr_halved: bool = False
+    """True reads the LR frames at half their size; what a convolutional head adds to is full size."""
     lr_conditioning: bool = True
     """False decodes with zeros in place of the LR frames (the paper's ablation)."""
     latents_mean: tuple[float, ...] = (0.0,) * 48
@@ -80,6 +82,7 @@ class DecoderConfig:
             "window_size": "window_latents",
             "head": "head",
             "head_channels": "head_channels",
+            "lr_halved": "lr_halved",
             "lr_conditioning": "lr_conditioning",
         }
         try:
@@ -116,7 +119,9 @@ class DecoderConfig:
             "spatial_window_border": window.border,
             "head": self.head,
             "head_channels": self.head_channels,
-            **({} if self.lr_conditioning else {"lr_conditioning": False}),  # no field of released configs
+            # Released configs have no such fields.
+            **({"lr_halved": True} if self.lr_halved else {}),
+            **({} if self.lr_conditioning else {"lr_conditioning": False}),
         }
 
 
@@ -309,8 +314,10 @@ class ConvolutionalHead(nn.Module):
         channels, self.opening = config.head_channels, config.latent_stride // self.factor
         self.reach = -(-4 // self.opening)  # four convolutions, one after the other
         pixels = 3 * self.factor**2
+        self.lr_halved = config.lr_halved
+        self.lr_factor = self.factor // 2 if self.lr_halved else self.factor
         self.inner = nn.Linear(config.width, channels * self.opening**2)
-        self.stem = nn.Conv2d(pixels, channels, 3, padding=1)
+        self.stem = nn.Conv2d(3 * self.lr_factor**2, channels, 3, padding=1)
         self.mix = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
         self.outer = nn.Conv2d(channels, pixels, 3, padding=1)
         # Training starts from the LR frames themselves.
@@ -343,7 +350,8 @@ class ConvolutionalHead(nn.Module):
         cells = cells.unflatten(4, (n, -1)).transpose(3, 4)  # B F H n W (n c)
         cells = cells.flatten(0, 1).flatten(1, 2).unflatten(3, (n, -1)).flatten(2, 3)
         # Joined while channels are last in shape too: strides of one picture alone must tell that they are.
-        picture = unshuffled(lr_frames.to(x.dtype), self.factor).permute(0, 2, 3, 4, 1).flatten(0, 1)
+        read = halved(lr_frames) if self.lr_halved else lr_frames
+        picture = unshuffled(read.to(x.dtype), self.lr_factor).permute(0, 2, 3, 4, 1).flatten(0, 1)
         hidden = cells.permute(0, 3, 1, 2) + self.stem(picture.permute(0, 3, 1, 2))
         for mix in self.mix:
             hidden = hidden + mix(F.silu(hidden))
@@ -368,7 +376,8 @@ class FlashDecoder(nn.Module):
         self.config = config
         width, lr = config.width, config.lr_channels
         self.latent_projection = nn.Linear(config.latent_channels, width)
-        self.lr_stem = nn.Linear(3 * config.latent_stride**2, lr)
+        self.lr_cell = config.latent_stride // 2 if config.lr_halved else config.latent_stride
+        self.lr_stem = nn.Linear(3 * self.lr_cell**2, lr)
         self.lr_early_projection = nn.Linear(FRAMES_PER_LATENT * lr, width, bias=False)
         self.lr_late_projection = nn.Linear(lr, width, bias=False)
         self.backbone = nn.ModuleList(DecoderLayer(config, 1) for _ in range(config.depth))
@@ -446,7 +455,8 @@ class FlashDecoder(nn.Module):
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
         own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
-        stem = linear(self.lr_stem, grid_cells(own_frames.to(dtype), self.config.latent_stride))  # B N F lr
+        read = halved(own_frames) if self.config.lr_halved else own_frames
+        stem = linear(self.lr_stem, grid_cells(read.to(dtype), self.lr_cell))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = x.flatten(3).permute(0, 3, 2, 1).contiguous()
         early = stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3)

@@ -284,7 +284,7 @@ def fold(
             to_main_memory(blocks[-1], device)
 
     with torch.device("meta"):
-        projector = LRProjector(config.lr_hidden, config.width, config.latent_stride, config.patch)
+        projector = config.make_lr_projector()
     load(projector, "lr_projector.")
     projector.to(dtype)
     if device.type == "cuda":

@@ -53,6 +53,8 @@ class GeneratorConfig:
     """False feeds zeros in place of recycled latents, always (the paper's ablation)."""
     native_scale: float = 0.0
     """The enlargement that the model is good at: smaller ones are made by way of it. 0: any will do."""
+    lr_halved: bool = False
+    """True: the LR projector reads LR frames at half their size, which from x2 on lose little by it."""
 
     def __post_init__(self) -> None:
         if len(self.schedule.actions) != self.layers:
@@ -71,6 +73,10 @@ class GeneratorConfig:
     def token_stride(self) -> int:
         """Return the output pixels of one token's side."""
         return self.latent_stride * self.patch
+
+    def make_lr_projector(self) -> LRProjector:
+        """Return a fresh LR projector of these sizes."""
+        return LRProjector(self.lr_hidden, self.width, self.latent_stride, self.patch, self.lr_halved)
 
     @staticmethod
     def from_released(config: dict[str, Any]) -> GeneratorConfig:
@@ -105,6 +111,7 @@ class GeneratorConfig:
                 patch=patch,
                 eps=known.pop("eps"),
                 recycling=known.pop("recycling", True),
+                lr_halved=known.pop("lq_proj_halved", False),
                 native_scale=float(known.pop("native_scale", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -138,6 +145,7 @@ class GeneratorConfig:
             # Released configs have no such fields.
             **({} if self.recycling else {"recycling": False}),
             **({"native_scale": self.native_scale} if self.native_scale else {}),
+            **({"lq_proj_halved": True} if self.lr_halved else {}),
         }
 
 
@@ -189,7 +197,7 @@ class Generator(nn.Module):
         patch = (1, config.patch, config.patch)
         self.patch_embedding = nn.Conv3d(config.latent_channels, config.width, patch, patch)
         self.embedding = TimeTextEmbedding(config)
-        self.lr_projector = LRProjector(config.lr_hidden, config.width, config.latent_stride, config.patch)
+        self.lr_projector = config.make_lr_projector()
         self.recycle_projection = nn.Linear(config.width, config.width)
         self.blocks = nn.ModuleList(
             DiTBlock(config.width, config.heads, config.head_width, config.ffn_width, config.eps)

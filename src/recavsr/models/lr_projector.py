@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from recavsr.causal_conv import CausalConv3d, ConvHistory
 from recavsr.kernels.available import kernels_for
-from recavsr.layers import ChannelRMSNorm, cells_of, copy_packed, unshuffled
+from recavsr.layers import ChannelRMSNorm, cells_of, copy_packed, halved, unshuffled
 from recavsr.state import State
 
 PIECE_FRAMES = 8
@@ -37,13 +37,16 @@ class LRProjector(nn.Module):
     """Pixel unshuffle, two causal convolutions with a stride of 2 in time each, a linear layer.
 
     4 frames give one latent of tokens (the first frame of a stream gives one alone). Token j reads
-    LR frames up to 4j and no later one.
+    LR frames up to 4j and no later one. With `lr_halved` it reads them at half their size.
     """
 
-    def __init__(self, hidden: tuple[int, int], width: int, latent_stride: int, patch: int) -> None:
+    def __init__(
+        self, hidden: tuple[int, int], width: int, latent_stride: int, patch: int, lr_halved: bool = False
+    ) -> None:
         super().__init__()
-        self.latent_stride = latent_stride
-        self.conv1 = CausalConv3d(3 * latent_stride**2, hidden[0], (4, 3, 3), (2, 1, 1))
+        self.lr_halved = lr_halved
+        self.cell = latent_stride // 2 if lr_halved else latent_stride  # pixels of a latent's side
+        self.conv1 = CausalConv3d(3 * self.cell**2, hidden[0], (4, 3, 3), (2, 1, 1))
         self.norm1 = ChannelRMSNorm(hidden[0])
         self.conv2 = CausalConv3d(hidden[0], hidden[1], (4, 3, 3), (2, patch, patch))
         self.norm2 = ChannelRMSNorm(hidden[1])
@@ -69,10 +72,12 @@ class LRProjector(nn.Module):
     def _step(
         self, state: LRProjectorState, lr_frames: Tensor, in_place: bool
     ) -> tuple[LRProjectorState, Tensor]:
+        if self.lr_halved:
+            lr_frames = halved(lr_frames)
         if lr_frames.element_size() == 2 and not torch.is_grad_enabled():
             first, second, x = self._convolved_in_rooms(state, lr_frames, in_place)
         else:
-            x = unshuffle_frames(lr_frames, self.latent_stride)
+            x = unshuffle_frames(lr_frames, self.cell)
             first, x = self.conv1.step(state.first, x, in_place)
             second, x = self.conv2.step(state.second, self.norm1.silu(x), in_place)  # x may be empty
             x = self.norm2.silu(x)
@@ -87,10 +92,10 @@ class LRProjector(nn.Module):
         On a card the norms add the convolutions' biases in their own pass.
         """
         late = kernels_for(lr_frames)
-        height, width = (side // self.latent_stride for side in lr_frames.shape[3:])
+        height, width = (side // self.cell for side in lr_frames.shape[3:])
         seen, room = self.conv1.room(lr_frames, lr_frames.shape[2], height, width)
-        cells = room.permute(0, 2, 3, 4, 1).unflatten(4, (-1, self.latent_stride, self.latent_stride))
-        copy_packed(cells, cells_of(lr_frames, self.latent_stride))
+        cells = room.permute(0, 2, 3, 4, 1).unflatten(4, (-1, self.cell, self.cell))
+        copy_packed(cells, cells_of(lr_frames, self.cell))
         first, x = self.conv1.step_in_room(state.first, seen, in_place, not late)
         del room, cells, seen
         seen, room = self.conv2.room(x, x.shape[2], height, width)

@@ -51,6 +51,7 @@ def nano() -> GeneratorConfig:
         schedule=NANO_SCHEDULE,
         window=SpatialWindow(8, 8, stride=4),
         native_scale=4.0,
+        lr_halved=True,
     )
 
 
@@ -63,9 +64,10 @@ def nano_decoder() -> DecoderConfig:
         groups=1,
         refinement_depth=2,
         ffn_ratio=2.0,
-        window=SpatialWindow(8, 8, stride=4),
+        window=SpatialWindow(6, 6, stride=4),
         head="convolutional",
         head_channels=48,
+        lr_halved=True,
     )
 
 
