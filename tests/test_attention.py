@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
+from recavsr import attention
 from recavsr.attention import SpatialWindow, plan_window, reference_attention, windowed_attention
 from recavsr.geometry import Grid
 from recavsr.rope import AxisSplit, rotate, rotation_table
@@ -201,3 +203,50 @@ def test_a_plan_made_in_inference_mode_serves_training() -> None:
     windowed_attention(turned[:, :, :, :, None], turned, turned, plan).sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("held", [1, 100, 1 << 20], ids=["a head at a time", "some heads", "all at once"])
+def test_two_products_give_what_fused_attention_gives(held: int, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_SCORES", held)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 5, 6, 8), torch.randn(2, 5, 7, 8), torch.randn(2, 5, 7, 12)
+    made = attention._in_products(query, key, value, 0.3)
+    torch.testing.assert_close(made, F.scaled_dot_product_attention(query, key, value, scale=0.3))
+
+
+@torch.no_grad()
+def test_products_in_bfloat16_are_right_where_keys_have_much_in_common() -> None:
+    torch.manual_seed(0)
+    query, common = torch.randn(4, 16, 64), 30 * torch.randn(4, 1, 64)
+    key, value = torch.randn(4, 32, 64) + common, torch.randn(4, 32, 8)
+    query, key, value = (x[None].bfloat16() for x in (query, key, value))
+    wanted = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    made = attention._in_products(query, key, value, 64**-0.5)
+    torch.testing.assert_close(made.float(), wanted, rtol=0.02, atol=0.02)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["tiles, grid not divisible", "covers", "per query"])
+def test_windows_by_products_equal_their_definition(case: str, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_products_win", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "_MANY_QUERIES", 1)
+    grid, window = CASES[case]
+    query, key, value = inputs(grid, batch=2, repeats=2, dtype=torch.bfloat16)
+    made = windowed_attention(query, key, value, plan_window(grid, window, CPU))
+    wanted = reference_attention(query, key, value, grid, window)
+    torch.testing.assert_close(made, wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "wins"),
+    [
+        ({"avx512_bf16"}, torch.bfloat16, True),
+        ({"avx512_bf16"}, torch.float32, False),
+        ({"avx512_bf16", "amx_tile"}, torch.bfloat16, False),
+        (set(), torch.bfloat16, False),
+    ],
+)
+def test_products_are_for_bfloat16_without_amx(flags: set, dtype, wins: bool, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "cpu_flags", lambda: frozenset(flags))
+    assert attention._products_win.__wrapped__(CPU, dtype) is wins

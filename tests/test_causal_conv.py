@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recavsr import causal_conv
 from recavsr.causal_conv import CausalConv3d, ConvHistory, Method
-from recavsr.layers import packed, unshuffled
+from recavsr.layers import halved, packed, unshuffled
 from recavsr.models import lr_projector
 from recavsr.models.lr_projector import (
     LRProjector,
@@ -136,6 +136,27 @@ def test_projector_in_bfloat16_is_near_float32(
     assert half.dtype == torch.bfloat16
     error = (half.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_frames_at_half_their_size_are_means_of_two_by_two(dtype: torch.dtype) -> None:
+    x = torch.rand(2, 3, 5, 6, 8).to(dtype)
+    wanted = x.float().unflatten(4, (4, 2)).unflatten(3, (3, 2)).mean((4, 6))
+    torch.testing.assert_close(
+        halved(x).float(), wanted, atol=1e-6 if dtype == torch.float32 else 4e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_projector_may_read_frames_at_half_their_size(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model = LRProjector((8, 12), 16, latent_stride=4, patch=2, lr_halved=True).to(dtype)
+    smaller = LRProjector((8, 12), 16, latent_stride=2, patch=2).to(dtype)
+    smaller.load_state_dict(model.state_dict())
+    x = (torch.rand(1, 3, FRAMES, 16, 24) * 2 - 1).to(dtype)
+    with torch.no_grad():
+        made, wanted = project(model, x, [21, 8]), project(smaller, halved(x), [21, 8])
+    torch.testing.assert_close(made, wanted, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("unshuffle", [unshuffle_frames, unshuffled])

@@ -15,7 +15,7 @@ from recavsr import fused
 from recavsr.attention import SpatialWindow
 from recavsr.errors import InputError
 from recavsr.geometry import Grid, frames_of_latents
-from recavsr.layers import unshuffled
+from recavsr.layers import halved, unshuffled
 from recavsr.models.decoder import ConvolutionalHead, DecoderConfig, FlashDecoder, _closed
 from recavsr.models.folded_decoder import pack
 from recavsr.models.presets import nano_decoder, recavsr_5b_decoder
@@ -61,6 +61,22 @@ def test_pieces_equal_the_whole(head: str, sizes: list[int], window_latents: int
     assert whole.shape == lr_frames.shape
     assert whole.dtype == torch.float32
     torch.testing.assert_close(decode(model, latents, lr_frames, sizes), whole, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_lr_frames_may_be_read_at_half_their_size(head: str) -> None:
+    """Then only the means of 2 x 2 pixels count; what a convolutional head adds to is full size."""
+    model = tiny_decoder(head=head, lr_halved=True)
+    latents, lr_frames = clip(5)
+    means = halved(lr_frames).repeat_interleave(2, 3).repeat_interleave(2, 4)
+    made, wanted = (decode(model, latents, frames, [3, 2]) for frames in (lr_frames, means))
+    if head == "convolutional":
+        made, wanted = made - lr_frames, wanted - means
+    assert made.std() > 0.01
+    torch.testing.assert_close(made, wanted, atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        decode(model, latents, lr_frames, [5]), decode(model, latents, lr_frames, [3, 2])
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"heads": 4, "groups": 2, "window_latents": 3}], ids=str)
@@ -279,5 +295,6 @@ def test_channels_lie_last_through_the_whole_convolutional_head(frames: int) -> 
         layer.register_forward_hook(
             lambda _, given, made: last.append(given[0].stride(1) == made.stride(1) == 1)
         )
-    head(torch.randn(1, 6 * 5, frames, 256), Grid(6, 5), torch.rand(1, 3, frames, 96, 80))
+    lr_frames = torch.rand(1, 3, frames, 96, 80)
+    head(torch.randn(1, 6 * 5, frames, 256), Grid(6, 5), lr_frames, halved(lr_frames))
     assert last == [True] * len(convolutions) * frames

@@ -43,8 +43,10 @@ def open_tiny(
     torch.set_num_threads(1)
     if fails == "opening" and share[0]:
         raise InputError("the weights are of another model")
-    generator = tiny_generator(replace(GENERATOR, window=SpatialWindow(9, 3))).requires_grad_(False)
-    decoder = tiny_decoder(head=head).requires_grad_(False)
+    halved = head == "convolutional"  # as in nano
+    config = replace(GENERATOR, window=SpatialWindow(9, 3), lr_halved=halved)
+    generator = tiny_generator(config).requires_grad_(False)
+    decoder = tiny_decoder(head=head, lr_halved=halved).requires_grad_(False)
     model = ReCaVSR("tiny", generator, decoder, tiny_prompt(), share=tuple(share))
     if graphs:  # recorded is the function itself, with the addresses of that moment
         model.graphs = BlockGraphs(model.generator, lambda work: work)

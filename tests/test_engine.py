@@ -248,6 +248,23 @@ def test_pipeline_errors_of_reader_and_writer_reach_the_caller() -> None:
     assert not sink.finished
 
 
+def test_a_model_on_the_processor_waits_until_its_last_block_is_written() -> None:
+    sink = Sink()
+    made: list[int] = []
+    written_before: list[int] = []
+
+    class Watching(Session):
+        def push(self, frames: np.ndarray) -> list[np.ndarray]:
+            written_before.append(len(sink.frames))
+            blocks = super().push(frames)
+            made.append(sum(map(len, blocks)))
+            return blocks
+
+    session = Watching(IdentityModel(), (4, 4), (8, 8))
+    run_pipeline(numbered(45), session, sink, Hooks(writes_between_blocks=True))
+    assert written_before == [sum(made[:n]) for n in range(len(made))]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
 @pytest.mark.parametrize("gives_way", [False, True])
 def test_writing_gives_way_to_a_model_on_the_processor_where_asked(gives_way: bool) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
 
+from recavsr.models.decoder import ConvolutionalHead
+from recavsr.models.presets import nano, nano_decoder
 from recavsr.models.weights import save_model_folder
-from tiny import CHANNELS, DECODER, STRIDE, tiny_decoder, tiny_generator, tiny_prompt
+from recavsr.training.nano import NanoTraining
+from tiny import CHANNELS, DECODER, STRIDE, lively, tiny_decoder, tiny_generator, tiny_prompt
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 VAE = {
@@ -24,10 +31,12 @@ VAE = {
 }
 
 
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOLS / name), *arguments], capture_output=True, text=True)
+
+
 def average(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOLS / "average_weights.py"), *arguments], capture_output=True, text=True
-    )
+    return run_tool("average_weights.py", *arguments)
 
 
 @pytest.fixture
@@ -78,3 +87,41 @@ def test_what_does_not_fit_together_is_refused(folders: list[Path], tmp_path: Pa
     assert done.returncode == 2
     assert "different configs" in done.stderr
     assert not output.exists()
+
+
+def test_a_model_is_made_to_read_its_lr_frames_at_half_their_size(tmp_path: Path) -> None:
+    """On enlarged frames what read pixels gives the same from their means, but at the picture's border."""
+    full, half = tmp_path / "full", tmp_path / "half"
+    model = NanoTraining(replace(nano(), lr_halved=False), replace(nano_decoder(), lr_halved=False))
+    lively(model)
+    model.export(full)
+    done = run_tool("halve_lr.py", str(full), "-o", str(half), "--window", "4")
+    assert done.returncode == 0, done.stderr
+    old, new = (NanoTraining.starting_from(folder) for folder in (full, half))
+    assert (new.generator.config.lr_halved, new.decoder.config.lr_halved) == (True, True)
+    assert new.decoder.config.window == replace(old.decoder.config.window, height=4, width=4)
+
+    torch.manual_seed(0)
+    small = torch.randn(2, 3, 40, 40).cumsum(2).cumsum(3).clamp(-8, 8)
+    frames = F.interpolate(small, scale_factor=4, mode="bilinear")[:, :, 16:-16, 16:-16]
+
+    def read(model: NanoTraining) -> list[Tensor]:
+        given = F.avg_pool2d(frames, 2) if model.decoder.config.lr_halved else frames
+        opened = F.pixel_unshuffle(given, model.generator.lr_projector.cell)
+        first = model.generator.lr_projector.conv1.weight.sum(2)  # of a clip that stands still
+        head = cast(ConvolutionalHead, model.decoder.head)
+        return [
+            F.conv2d(opened, first),
+            F.conv2d(opened, model.decoder.lr_stem.weight[..., None, None]),
+            F.conv2d(F.pixel_unshuffle(given, head.lr_factor), head.stem.weight),
+        ]
+
+    with torch.no_grad():
+        for wanted, made in zip(read(old), read(new)):
+            assert (made - wanted).std() < 0.02 * wanted.std()
+
+    done = run_tool("halve_lr.py", str(half), "-o", str(tmp_path / "again"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "this model reads its LR frames at half their size already\n",
+    )

@@ -1,10 +1,10 @@
 """Make a model read its LR frames at half their size: `python tools/halve_lr.py FOLDER -o OUT`.
 
-Frames that were enlarged by four say little between pixels that the means of 2 x 2 do not: the first products of
-the LR projector, of the decoder's stem and of its head then take a quarter of the work. Each weight becomes what
-serves best for the best linear guess of the pixels by their means (`from_means`). A polish
-(`recavsr train nano_full --stage polish --start OUT`) lets the weights settle. `--window N` gives the decoder
-windows of N x N cells as well: no weight depends on it.
+Frames that were enlarged by four say little between pixels that the means of 2 x 2 do not. The first
+products of the LR projector, of the decoder's stem and of its head then take a quarter of the work. Each
+weight becomes what it is for the best linear guess of the pixels by their means (`from_means`). A polish
+lets the weights settle (`recavsr train nano_full --stage polish --start OUT`). `--window N` gives the
+decoder windows of N x N cells as well: no weight depends on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ picture's border, where the kernel reads zeros, such weights are wrong until the
 
 
 def halve_lr(model: NanoTraining, window: int | None = None) -> NanoTraining:
-    """Return the same model with LR frames read at half their size, its decoder's windows of `window` cells."""
+    """Return a model that reads its LR frames at half their size, with windows of `window` decoder cells."""
     old, decoder = model.generator.config, model.decoder.config
     if old.lr_halved or decoder.lr_halved:
         raise InputError("this model reads its LR frames at half their size already")

@@ -13,7 +13,7 @@ size ("shift", the generator) or is cut ("cut", the released decoder).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -22,11 +22,18 @@ from torch.nn import functional as F
 
 from recavsr.geometry import Grid
 from recavsr.kernels.available import kernels_for
+from recavsr.onednn import cpu_flags
 
 Border = Literal["shift", "cut"]
 
 _GATHER_BYTES = 1 << 29
 """How much of the keys and values that tiles gather for themselves exists at a time."""
+
+_SCORES = 1 << 20
+"""Scores that `_in_products` holds at a time: 2 MB, which stay in the cache."""
+
+_MANY_QUERIES = 128
+"""Queries of a head from which products may win: with 32 they win little and are off most, by 44 dB."""
 
 _TILE = 8
 """Side of a query tile where windows are per query: the tile reads the union of its windows."""
@@ -220,10 +227,39 @@ def _with_bias_channels(
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     # Query heads that share a key head become more queries of it: no copy of K and V.
-    out = F.scaled_dot_product_attention(
-        query.flatten(2, 4), key.flatten(2, 3), value.flatten(2, 3), scale=scale
-    )
-    return out.view_as(query)
+    return _attend(query.flatten(2, 4), key.flatten(2, 3), value.flatten(2, 3), scale).view_as(query)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Attend from [B, H, Q, D] to [B, H, K, D]; the mask is added to the scores."""
+    fits = query.shape[-2] >= _MANY_QUERIES and query.shape[-2] * key.shape[-2] <= 8 * _SCORES
+    if mask is None and fits and not torch.is_grad_enabled() and _products_win(query.device, query.dtype):
+        return _in_products(query, key, value, scale)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+
+
+@cache
+def _products_win(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's fused attention is slower than plain products: in bfloat16 without AMX."""
+    flags = cpu_flags() if device.type == "cpu" and dtype == torch.bfloat16 else frozenset[str]()
+    return "avx512_bf16" in flags and "amx_tile" not in flags
+
+
+def _in_products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend by two products and a softmax, some heads at a time.
+
+    Scores are rounded to the inputs' type, so they should be small: one vector, the mean of some keys, is
+    taken from all of a head's. That moves a query's scores by the same and leaves their softmax as it was.
+    """
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    heads = max(1, _SCORES // (query.shape[-2] * key.shape[-2]))
+    parts = (x.flatten(0, 1).split(heads) for x in (query, key, value, out))
+    unused = query.new_empty(1)
+    for some_queries, keys, values, made in zip(*parts):
+        keys = keys - keys[:, ::8].mean(1, keepdim=True)
+        scores = torch.baddbmm(unused, some_queries, keys.transpose(1, 2), beta=0, alpha=scale)
+        torch.bmm(scores.softmax(-1), values, out=made)
+    return out
 
 
 @torch.inference_mode(False)  # kept for training steps that may follow in the same process
@@ -312,7 +348,5 @@ def _attend_tiles(
         mask = bias.to(query.dtype)[:, :, None, None, :, None]
         mask = mask.expand(-1, -1, query_time, repeats, -1, key.shape[3])
         mask = mask.flatten(4, 5).flatten(1, 3)[None]
-    out = F.scaled_dot_product_attention(
-        gather(query, query_cells), gather(key, key_cells), gather(value, key_cells), mask, scale=scale
-    )
+    out = _attend(gather(query, query_cells), gather(key, key_cells), gather(value, key_cells), scale, mask)
     return out.reshape(batch, groups, tiles * tile_cells, *query.shape[3:])

@@ -8,7 +8,9 @@ CPUs; no compiler is needed to call them. They are not promised to stay, so `has
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -16,6 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Activation = Literal["none", "swish", "gelu"]
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Return what Linux says that the processor has, by its names; nothing elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found.group(1).split()) if found else frozenset()
 
 
 def takes_bfloat16() -> bool:

@@ -291,8 +291,8 @@ class LinearHead(nn.Module):
         self.inner = nn.Linear(config.width, hidden)
         self.outer = nn.Linear(hidden, 3 * config.latent_stride**2)
 
-    def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
-        """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]."""
+    def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor, read: Tensor) -> Tensor:
+        """Turn cells [B, N, F, C] into frames [B, 3, F, s H, s W]; LR frames are not looked at."""
         pixels = in_pieces(self._hidden, self.outer, x, PIECE_ROWS).unflatten(1, (grid.height, grid.width))
         cells = pixels.unflatten(4, (3, self.stride, self.stride))  # B H W F 3 s s
         return packed(cells.permute(0, 4, 3, 1, 5, 2, 6)).flatten(5).flatten(3, 4)
@@ -314,8 +314,7 @@ class ConvolutionalHead(nn.Module):
         channels, self.opening = config.head_channels, config.latent_stride // self.factor
         self.reach = -(-4 // self.opening)  # four convolutions, one after the other
         pixels = 3 * self.factor**2
-        self.lr_halved = config.lr_halved
-        self.lr_factor = self.factor // 2 if self.lr_halved else self.factor
+        self.lr_factor = self.factor // 2 if config.lr_halved else self.factor
         self.inner = nn.Linear(config.width, channels * self.opening**2)
         self.stem = nn.Conv2d(3 * self.lr_factor**2, channels, 3, padding=1)
         self.mix = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
@@ -325,23 +324,22 @@ class ConvolutionalHead(nn.Module):
         assert self.outer.bias is not None
         nn.init.zeros_(self.outer.bias)
 
-    def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, lr_frames: Tensor, read: Tensor) -> Tensor:
         """Turn cells [B, N, F, C] and LR frames [B, 3, F, s H, s W] into frames of that size, in float32.
 
+        `read` are the LR frames once more as the convolutions read them: the same, or at half their size.
         On a CPU without gradients they go through one by one: that bounds the memory, and takes no longer.
         """
         # The sum is float32: a bfloat16 base would show bands.
         if x.is_cuda or torch.is_grad_enabled():
-            return lr_frames.float() + self._detail(x, grid, lr_frames).float()
+            return lr_frames.float() + self._detail(x, grid, read).float()
         out = torch.empty_like(lr_frames, dtype=torch.float32)
         for index in range(x.shape[2]):
             one = slice(index, index + 1)
-            out[:, :, one].copy_(lr_frames[:, :, one]).add_(
-                self._detail(x[:, :, one], grid, lr_frames[:, :, one])
-            )
+            out[:, :, one].copy_(lr_frames[:, :, one]).add_(self._detail(x[:, :, one], grid, read[:, :, one]))
         return out
 
-    def _detail(self, x: Tensor, grid: Grid, lr_frames: Tensor) -> Tensor:
+    def _detail(self, x: Tensor, grid: Grid, read: Tensor) -> Tensor:
         """Return what is added to the LR frames, of their shape."""
         batch, _, frames, _ = x.shape
         n = self.opening
@@ -350,7 +348,6 @@ class ConvolutionalHead(nn.Module):
         cells = cells.unflatten(4, (n, -1)).transpose(3, 4)  # B F H n W (n c)
         cells = cells.flatten(0, 1).flatten(1, 2).unflatten(3, (n, -1)).flatten(2, 3)
         # Joined while channels are last in shape too: strides of one picture alone must tell that they are.
-        read = halved(lr_frames) if self.lr_halved else lr_frames
         picture = unshuffled(read.to(x.dtype), self.lr_factor).permute(0, 2, 3, 4, 1).flatten(0, 1)
         hidden = cells.permute(0, 3, 1, 2) + self.stem(picture.permute(0, 3, 1, 2))
         for mix in self.mix:
@@ -454,9 +451,9 @@ class FlashDecoder(nn.Module):
         if lead:  # the first latent stands for one frame, shown as the last of its four
             lr_frames = torch.cat([lr_frames[:, :, :1].expand(-1, -1, lead, -1, -1), lr_frames], dim=2)
 
-        own_frames = lr_frames if band is None else band.lr_frames_around(lr_frames, 0)
-        read = halved(own_frames) if self.config.lr_halved else own_frames
-        stem = linear(self.lr_stem, grid_cells(read.to(dtype), self.lr_cell))  # B N F lr
+        read = halved(lr_frames) if self.config.lr_halved else lr_frames
+        own = read if band is None else band.lr_frames_around(read, 0)
+        stem = linear(self.lr_stem, grid_cells(own.to(dtype), self.lr_cell))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = x.flatten(3).permute(0, 3, 2, 1).contiguous()
         early = stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3)
@@ -484,21 +481,24 @@ class FlashDecoder(nn.Module):
         turn = rotation_table(frames_at, grid, split, x.device, first_row)
         for layer in cast(Iterable[DecoderLayer], self.refinement):
             histories.append(layer.step(next(past), tokens, turn, window, in_place))
-        x, lr_frames = tokens.sum()[:, :, lead:], lr_frames[:, :, lead:]
-        frames = (
-            self.head(x, grid, lr_frames) if band is None else _head_of_band(self.head, x, lr_frames, band)
-        )
+        x, lr_frames, read = (frames[:, :, lead:] for frames in (tokens.sum(), lr_frames, read))
+        if band is None:
+            frames = self.head(x, grid, lr_frames, read)
+        else:
+            frames = _head_of_band(self.head, x, (lr_frames, read), band)
         return DecoderState(tuple(histories), first + latents), frames.to(frames_dtype or frames.dtype)
 
 
-def _head_of_band(head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: Tensor, band: Band) -> Tensor:
+def _head_of_band(
+    head: LinearHead | ConvolutionalHead, x: Tensor, lr_frames: tuple[Tensor, Tensor], band: Band
+) -> Tensor:
     """Apply a head to the cells `x` [B, N, F, C] of a band: those around that it reads are borrowed."""
     around = band.around(head.reach)
     rows, own = around[band.rank], band.own
     grid = Grid(len(rows), x.shape[1] // len(own))
     if head.reach:
         x = band.with_borrowed(x, around)
-    frames = head(x, grid, band.lr_frames_around(lr_frames, head.reach))
+    frames = head(x, grid, *(band.lr_frames_around(given, head.reach) for given in lr_frames))
     pixels = frames.shape[3] // len(rows)
     return frames[:, :, :, (own.start - rows.start) * pixels : (own.stop - rows.start) * pixels]
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from recavsr.errors import InputError
 from recavsr.stream.color_fix import ColorFix, check_color_fix
 from recavsr.stream.cuts import EditList
@@ -24,6 +26,12 @@ from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
 from recavsr.video.frames import Stamp
 from recavsr.video.reader import Reader, Trim, open_reader
+
+FEW_THREADS = 4
+"""With so few threads a model waits for its pictures to be written. Measured with 2: 5 % of a run.
+
+With many, an encoder that has one thread (PNG, ProRes) would leave the others idle meanwhile.
+"""
 
 
 @dataclass(frozen=True)
@@ -287,8 +295,15 @@ def upscale(
 
             watch.begin(work.frames)
             marks = on_mark if plan.resumable else None
-            gives_way = block_model.device.type == "cpu"
-            hooks = Hooks(watch.frames, run.starts_shot, marks, lambda: work.due, writing_gives_way=gives_way)
+            beside = block_model.device.type == "cpu"
+            hooks = Hooks(
+                watch.frames,
+                run.starts_shot,
+                marks,
+                lambda: work.due,
+                writing_gives_way=beside,
+                writes_between_blocks=beside and torch.get_num_threads() <= FEW_THREADS,
+            )
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
             except BaseException:

@@ -24,7 +24,7 @@ from recavsr.models.folded import MakeLinear, fold
 from recavsr.models.folded_decoder import pack
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.weights import ModelFolder
-from recavsr.onednn import has_packed_products, pack_linears, takes_bfloat16
+from recavsr.onednn import cpu_flags, has_packed_products, pack_linears, takes_bfloat16
 from recavsr.stream.devices import open_shared
 from recavsr.stream.memory import parse_memory, plan_memory
 from recavsr.stream.step import BlockModel, IdentityModel, ReCaVSR
@@ -88,16 +88,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether the device has bfloat16 instructions."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return takes_bfloat16() and "avx512_bf16" in _cpu_flags()
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found.group(1).split()) if found else frozenset()
+    return takes_bfloat16() and "avx512_bf16" in cpu_flags()
 
 
 def _keep_freed_memory() -> None:

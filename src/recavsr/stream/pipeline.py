@@ -99,6 +99,14 @@ class Channel(Generic[Item]):
         """Say that nothing more comes."""
         self._put((False, None))
 
+    def drain(self) -> None:
+        """Wait until the other thread is done with all items so far."""
+        with self._queue.all_tasks_done:
+            while self._queue.unfinished_tasks:
+                if self._stop.is_set():
+                    raise Stopped
+                self._queue.all_tasks_done.wait(_POLL_SECONDS)
+
     def _put(self, entry: tuple[bool, Item | None]) -> None:
         while not self._stop.is_set():
             try:
@@ -119,6 +127,7 @@ class Channel(Generic[Item]):
             if not more:
                 return
             yield item  # type: ignore[misc]
+            self._queue.task_done()
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,8 @@ class Hooks:
     """Asked at every mark, in the caller's thread: is its session wanted, with a copy of the whole state?"""
     writing_gives_way: bool = False
     """Encode in time that the model leaves: for one that computes on the same processor."""
+    writes_between_blocks: bool = False
+    """Begin a block when the one before is written: for a model on few cores, which then encode together."""
 
 
 @dataclass
@@ -283,6 +294,11 @@ def _upscale(
             if hooks.on_frames is not None:
                 hooks.on_frames(timing)
         mark()  # a cut can show only now that the block before it was the last of its shot
+        if blocks and hooks.writes_between_blocks:
+            # Otherwise a thread that shares its core with the encoder holds up all the model's threads.
+            began = time.perf_counter()
+            upscaled.drain()
+            timing.waited_for_output += time.perf_counter() - began
 
     while (item := next_item()) is not None:
         if isinstance(item, Packet):
