@@ -18,9 +18,10 @@ import torch
 
 from media import bar_numbers, ffmpeg, make_clip, pixels, run_identity, times, video_stream
 from recavsr.errors import InputError
+from recavsr.stream import engine
 from recavsr.stream.batch import FileStatus, is_video_folder, upscale_many
 from recavsr.stream.engine import Progress, upscale
-from recavsr.stream.pipeline import Channel, Hooks, Stopped, run_pipeline
+from recavsr.stream.pipeline import Channel, Hooks, Stopped, Timing, run_pipeline
 from recavsr.stream.plan import OutputKind, SizeRequest
 from recavsr.stream.session import Session
 from recavsr.stream.step import IdentityModel
@@ -263,6 +264,24 @@ def test_a_model_on_the_processor_waits_until_its_last_block_is_written() -> Non
     session = Watching(IdentityModel(), (4, 4), (8, 8))
     run_pipeline(numbered(45), session, sink, Hooks(writes_between_blocks=True))
     assert written_before == [sum(made[:n]) for n in range(len(made))]
+
+
+@pytest.mark.parametrize(
+    ("output", "threads", "waits"), [("out.mp4", 2, True), ("out.mp4", 16, False), ("%05d.png", 2, False)]
+)
+def test_few_threads_wait_for_an_encoder_that_has_several(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, threads: int, waits: bool
+) -> None:
+    seen: list[bool] = []
+
+    def watching(reader: Any, session: Any, writer: Any, hooks: Hooks) -> Timing:
+        seen.append(hooks.writes_between_blocks)
+        return run_pipeline(reader, session, writer, hooks)
+
+    monkeypatch.setattr(engine, "run_pipeline", watching)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    upscale(clip, tmp_path / output, model=IdentityModel(), scale=2)
+    assert seen == [waits]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")

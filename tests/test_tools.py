@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from recavsr.models.decoder import ConvolutionalHead
+from recavsr.models.decoder import ConvolutionalHead, DecoderLayer
 from recavsr.models.presets import nano, nano_decoder
 from recavsr.models.weights import save_model_folder
 from recavsr.training.nano import NanoTraining
@@ -125,3 +126,31 @@ def test_a_model_is_made_to_read_its_lr_frames_at_half_their_size(tmp_path: Path
         2,
         "this model reads its LR frames at half their size already\n",
     )
+
+
+def test_saturated_attention_gets_its_gradient_back(tmp_path: Path) -> None:
+    """A layer's queries return to the size of the others'; what each looks at most stays."""
+    hard, soft = tmp_path / "hard", tmp_path / "soft"
+    model = NanoTraining()
+    lively(model)
+    layers = cast(Sequence[DecoderLayer], model.decoder.refinement)
+    with torch.no_grad():
+        for values in layers[0].attention.query.parameters():
+            values.mul_(300)
+        layers[0].attention.key_norm.weight.mul_(12)
+    model.export(hard)
+    done = run_tool("soften_attention.py", str(hard), "-o", str(soft))
+    assert (done.returncode, done.stdout) == (0, "softened: refinement layer 1\n"), done.stderr
+
+    old, new = (NanoTraining.starting_from(folder).decoder for folder in (hard, soft))
+    before, after = (cast(Sequence[DecoderLayer], decoder.refinement)[0].attention for decoder in (old, new))
+    query = after.query.weight
+    other = cast(Sequence[DecoderLayer], new.refinement)[1].attention.query.weight
+    assert 0.5 < query.std() / other.std() < 2
+    torch.testing.assert_close(after.key_norm.weight.abs().mean().item(), 1.0, rtol=0.01, atol=0)
+    for name, value in before.state_dict().items():  # scaled as a whole, or as it was
+        ratio = after.state_dict()[name] / value
+        torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio), rtol=0.05, atol=0)
+
+    done = run_tool("soften_attention.py", str(soft), "-o", str(tmp_path / "again"))
+    assert (done.returncode, done.stderr) == (2, "no layer's attention is saturated\n")

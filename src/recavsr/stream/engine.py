@@ -26,11 +26,12 @@ from recavsr.stream.session import Session
 from recavsr.stream.step import BlockModel
 from recavsr.video.frames import Stamp
 from recavsr.video.reader import Reader, Trim, open_reader
+from recavsr.video.writer import VideoWriter
 
 FEW_THREADS = 4
-"""With so few threads a model waits for its pictures to be written. Measured with 2: 5 % of a run.
+"""With so few threads a model waits while its block is encoded by as many: with two, 5 % of a run.
 
-With many, an encoder that has one thread (PNG, ProRes) would leave the others idle meanwhile.
+Pictures are written by one thread; waiting for that would cost 11 %, and the more the more cores there are.
 """
 
 
@@ -302,7 +303,9 @@ def upscale(
                 marks,
                 lambda: work.due,
                 writing_gives_way=beside,
-                writes_between_blocks=beside and torch.get_num_threads() <= FEW_THREADS,
+                writes_between_blocks=beside
+                and torch.get_num_threads() <= FEW_THREADS
+                and isinstance(writer, VideoWriter),
             )
             try:
                 timing = run_pipeline(reader, session, writer, hooks)
