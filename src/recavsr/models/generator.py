@@ -54,7 +54,7 @@ class GeneratorConfig:
     native_scale: float = 0.0
     """The enlargement that the model is good at: smaller ones are made by way of it. 0: any will do."""
     lr_halved: bool = False
-    """True: the LR projector reads LR frames at half their size, which from x2 on lose little by it."""
+    """True: the LR projector reads LR frames at half their size, by which x4 ones lose next to nothing."""
 
     def __post_init__(self) -> None:
         if len(self.schedule.actions) != self.layers:
