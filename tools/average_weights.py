@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.models.weights import ModelFolder
 
 DECODER = "flashdecoder.safetensors"
@@ -56,20 +55,15 @@ def _part(text: str) -> tuple[Path, float]:
     return Path(path), float(share)
 
 
-def main() -> int:
-    """Run the command line; return the exit code."""
+def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("parts", nargs="+", type=_part, metavar="FOLDER=SHARE")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--decoder-only", action="store_true", help="all else is the first folder's")
     options = parser.parse_args()
-    try:
-        average(options.parts, options.output, decoder_only=options.decoder_only)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    average(options.parts, options.output, decoder_only=options.decoder_only)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main, before="")

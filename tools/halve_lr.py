@@ -10,7 +10,6 @@ decoder windows of N x N cells as well: no weight depends on it.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.training.nano import NanoTraining
 
 READERS = {
@@ -38,11 +37,13 @@ def halve_lr(model: NanoTraining, window: int | None = None) -> NanoTraining:
     old, decoder = model.generator.config, model.decoder.config
     if old.lr_halved or decoder.lr_halved:
         raise InputError("this model reads its LR frames at half their size already")
-    side = window or decoder.window.height
-    result = NanoTraining(
-        replace(old, lr_halved=True),
-        replace(decoder, lr_halved=True, window=replace(decoder.window, height=side, width=side)),
-    )
+    cells = decoder.window
+    if window is not None:
+        try:
+            cells = replace(cells, height=window, width=window)
+        except ValueError as error:
+            raise InputError(f"a window of {window} cells won't do: {error}") from None
+    result = NanoTraining(replace(old, lr_halved=True), replace(decoder, lr_halved=True, window=cells))
     values = model.state_dict()
     for name, across in READERS.items():
         values[name] = for_means(values[name], across)
@@ -85,22 +86,17 @@ def from_means(pixels: int, enlarged: int = 4, likeness: float = 0.9) -> Tensor:
     return torch.linalg.solve(own + 1e-4 * torch.eye(len(own)), pairs.T).T
 
 
-def main() -> int:
-    """Run the command line; return the exit code."""
+def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="a model folder with its encoder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--window", type=int, help="cells of a side of the decoder's windows")
     options = parser.parse_args()
-    try:
-        if options.output.exists():
-            raise InputError(f"{options.output} exists: choose another name")
-        halve_lr(NanoTraining.starting_from(options.folder), options.window).export(options.output)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    if options.output.exists():
+        raise InputError(f"{options.output} exists: choose another name")
+    halve_lr(NanoTraining.starting_from(options.folder), options.window).export(options.output)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main, before="")

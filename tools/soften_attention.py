@@ -10,12 +10,11 @@ is to be learned anew (`recavsr train nano_full --stage polish --start OUT`).
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
-from recavsr.errors import InputError
+from recavsr.errors import InputError, run_module
 from recavsr.models.decoder import FlashDecoder, GroupedAttention
 from recavsr.training.nano import NanoTraining
 
@@ -34,33 +33,27 @@ def soften(decoder: FlashDecoder) -> list[str]:
     usual = sorted(sizes.values())[len(sizes) // 2]
     found = [name for name, size in sizes.items() if size > SATURATED * usual]
     for name in found:
-        query = layers[name].query
-        for values in query.parameters():
+        for values in layers[name].query.parameters():
             values.mul_(usual / sizes[name])
         layers[name].key_norm.weight.div_(layers[name].key_norm.weight.abs().mean())
     return found
 
 
-def main() -> int:
-    """Run the command line; return the exit code."""
+def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="a model folder with its encoder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to create")
     options = parser.parse_args()
-    try:
-        if options.output.exists():
-            raise InputError(f"{options.output} exists: choose another name")
-        model = NanoTraining.starting_from(options.folder)
-        found = soften(model.decoder)
-        if not found:
-            raise InputError("no layer's attention is saturated")
-        model.export(options.output)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    if options.output.exists():
+        raise InputError(f"{options.output} exists: choose another name")
+    model = NanoTraining.starting_from(options.folder)
+    found = soften(model.decoder)
+    if not found:
+        raise InputError("no layer's attention is saturated")
+    model.export(options.output)
     print(f"softened: {', '.join(found)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main, before="")

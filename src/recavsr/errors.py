@@ -23,10 +23,10 @@ class PartialError(Exception):
     exit_code = 1
 
 
-def run_module(main: Callable[[], int | None]) -> NoReturn:
-    """Run the `main` of `python -m MODULE` and exit; such an error is one line on stderr and its code."""
+def run_module(main: Callable[[], int | None], before: str = "error: ") -> NoReturn:
+    """Run the `main` of a module or tool and exit; such an error is one line on stderr and its code."""
     try:
         sys.exit(main())
     except (InputError, PartialError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{before}{error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -57,7 +57,7 @@ def generator_work(
     tokens, width = grid.cells * latents, config.width
     cells = grid.cells * config.patch**2
     first, second = config.lr_hidden
-    pixels = 3 * config.latent_stride**2 // (4 if config.lr_halved else 1)
+    pixels = 3 * config.lr_cell**2
     frames = FRAMES_PER_LATENT * latents
     projector = [
         _convolution(cells * frames // 2, pixels, first, cells * (frames + 3), value),
@@ -100,10 +100,10 @@ def decoder_work(config: DecoderConfig, grid: Grid, latents: int, value: int = 2
         layer = attention_work(config.window, grid, pictures, seen, stored, width, narrow, value)
         attention += _times(layer, depth)
     frames, pixels = FRAMES_PER_LATENT * latents, 3 * config.latent_stride**2
-    less = 4 if config.lr_halved else 1
+    read = 3 * config.lr_cell**2
     ends = [
         product(cells * latents, config.latent_channels, width, value),
-        product(cells * frames, pixels // less, config.lr_channels, value),
+        product(cells * frames, read, config.lr_channels, value),
         product(cells * latents, FRAMES_PER_LATENT * config.lr_channels, width, value),
         product(cells * frames, config.lr_channels, width, value),
         product(cells * latents, width, FRAMES_PER_LATENT * width, value),
@@ -113,7 +113,7 @@ def decoder_work(config: DecoderConfig, grid: Grid, latents: int, value: int = 2
     else:
         opened, channels = (config.latent_stride // 4) ** 2, config.head_channels
         head = [product(cells * frames, width, channels * opened, value)]
-        for terms, columns in ((48 // less, channels), *[(channels, channels)] * 2, (channels, 48)):
+        for terms, columns in ((read // opened, channels), *[(channels, channels)] * 2, (channels, 48)):
             places = cells * frames * opened
             head.append(_convolution(places, terms, columns, places, value, taps=9))
     return {

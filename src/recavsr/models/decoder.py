@@ -63,6 +63,11 @@ class DecoderConfig:
     latents_mean: tuple[float, ...] = (0.0,) * 48
     latents_std: tuple[float, ...] = (1.0,) * 48
 
+    @property
+    def lr_cell(self) -> int:
+        """Return the pixels of a latent's side in the LR frames, as they are read."""
+        return self.latent_stride // 2 if self.lr_halved else self.latent_stride
+
     @staticmethod
     def from_released(config: dict[str, Any], vae: dict[str, Any] | None = None) -> DecoderConfig:
         """Read a released `flashdecoder_config.json`, and what `vae_config.json` says of latents.
@@ -314,7 +319,7 @@ class ConvolutionalHead(nn.Module):
         channels, self.opening = config.head_channels, config.latent_stride // self.factor
         self.reach = -(-4 // self.opening)  # four convolutions, one after the other
         pixels = 3 * self.factor**2
-        self.lr_factor = self.factor // 2 if config.lr_halved else self.factor
+        self.lr_factor = config.lr_cell // self.opening
         self.inner = nn.Linear(config.width, channels * self.opening**2)
         self.stem = nn.Conv2d(3 * self.lr_factor**2, channels, 3, padding=1)
         self.mix = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
@@ -373,8 +378,7 @@ class FlashDecoder(nn.Module):
         self.config = config
         width, lr = config.width, config.lr_channels
         self.latent_projection = nn.Linear(config.latent_channels, width)
-        self.lr_cell = config.latent_stride // 2 if config.lr_halved else config.latent_stride
-        self.lr_stem = nn.Linear(3 * self.lr_cell**2, lr)
+        self.lr_stem = nn.Linear(3 * config.lr_cell**2, lr)
         self.lr_early_projection = nn.Linear(FRAMES_PER_LATENT * lr, width, bias=False)
         self.lr_late_projection = nn.Linear(lr, width, bias=False)
         self.backbone = nn.ModuleList(DecoderLayer(config, 1) for _ in range(config.depth))
@@ -453,7 +457,7 @@ class FlashDecoder(nn.Module):
 
         read = halved(lr_frames) if self.config.lr_halved else lr_frames
         own = read if band is None else band.lr_frames_around(read, 0)
-        stem = linear(self.lr_stem, grid_cells(own.to(dtype), self.lr_cell))  # B N F lr
+        stem = linear(self.lr_stem, grid_cells(own.to(dtype), self.config.lr_cell))  # B N F lr
         x = (sr_latents * self.latents_std + self.latents_mean).to(dtype)
         x = x.flatten(3).permute(0, 3, 2, 1).contiguous()
         early = stem.unflatten(2, (latents, FRAMES_PER_LATENT)).flatten(3)

@@ -74,6 +74,11 @@ class GeneratorConfig:
         """Return the output pixels of one token's side."""
         return self.latent_stride * self.patch
 
+    @property
+    def lr_cell(self) -> int:
+        """Return the pixels of a latent's side in the LR frames, as they are read."""
+        return self.latent_stride // 2 if self.lr_halved else self.latent_stride
+
     def make_lr_projector(self) -> LRProjector:
         """Return a fresh LR projector of these sizes."""
         return LRProjector(self.lr_hidden, self.width, self.latent_stride, self.patch, self.lr_halved)
