@@ -121,6 +121,10 @@ def test_a_model_is_made_to_read_its_lr_frames_at_half_their_size(tmp_path: Path
         for wanted, made in zip(read(old), read(new)):
             assert (made - wanted).std() < 0.02 * wanted.std()
 
+    for window in ("0", "-2"):
+        done = run_tool("halve_lr.py", str(full), "-o", str(tmp_path / "again"), "--window", window)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith(f"a window of {window} cells won't do: ")
     done = run_tool("halve_lr.py", str(half), "-o", str(tmp_path / "again"))
     assert (done.returncode, done.stderr) == (
         2,
