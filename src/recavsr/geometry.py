@@ -91,6 +91,10 @@ class BlockPlan:
             )
 
 
+PLAN = BlockPlan()
+"""The paper's plan."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """Rows and columns of something laid over a picture: latents or tokens."""

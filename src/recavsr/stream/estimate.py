@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recavsr.geometry import BlockPlan, Strip, native_size, padded_size, strips_of, working_size
+from recavsr.geometry import PLAN, BlockPlan, Strip, native_size, padded_size, strips_of, working_size
 from recavsr.kernels.available import kernels_on
 from recavsr.models.weights import ModelFolder
 from recavsr.stream.load import PACKAGED, load, model_folder, resolve_device, resolve_precision
@@ -177,7 +177,7 @@ def _look_at(
         folder.generator,
         folder.decoder,
         padded_size(*strips[0].work_size, folder.generator.token_stride),
-        BlockPlan(),
+        PLAN,
         budget,
         prompt_tokens,
         dtype.itemsize,
@@ -200,7 +200,7 @@ def _frames_of_a_block(blocks: BlockPlan, size: tuple[int, int]) -> int:
 
 def _joined(plan: Plan, strips: tuple[Strip, ...]) -> int:
     """Return the whole frames of a block that strips are joined to."""
-    return 0 if len(strips) == 1 else _frames_of_a_block(BlockPlan(), plan.out_size) // 2
+    return 0 if len(strips) == 1 else _frames_of_a_block(PLAN, plan.out_size) // 2
 
 
 def _model_seconds(model: BlockModel, plan: Plan, strips: tuple[Strip, ...]) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from recavsr.errors import InputError
 from recavsr.fp8 import FP8Linear, why_no_fp8
 from recavsr.fused import CPU_ROWS
-from recavsr.geometry import BlockPlan, padded_size, strips_of
+from recavsr.geometry import PLAN, BlockPlan, padded_size, strips_of
 from recavsr.kernels.available import kernels_on, tell_of_compilation
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.folded import MakeLinear, fold
@@ -172,7 +172,7 @@ def load(
             },
             {"tell": tell},
         )
-    blocks = BlockPlan() if first_block_latents is None else BlockPlan(first=first_block_latents)
+    blocks = PLAN if first_block_latents is None else BlockPlan(first=first_block_latents)
     target = devices[0]
     dtype = resolve_precision(precision, target)
     if str(name) == "identity":
@@ -284,7 +284,7 @@ def random_model(
     make, resident = linear_layers(precision, target), None
     if memory is not None:
         budget = parse_memory(memory)
-        sizes = (config, decoder_config, out_size, BlockPlan(), budget, prompt_tokens, target)
+        sizes = (config, decoder_config, out_size, PLAN, budget, prompt_tokens, target)
         resident = _resident_layers(*sizes, dtype, make, tell)
     generator: Generator
     if dtype == torch.float32 and resident is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recavsr.errors import InputError
-from recavsr.geometry import BlockPlan, frames_of_latents
+from recavsr.geometry import PLAN, BlockPlan, frames_of_latents
 from recavsr.models.decoder import DecoderState, FlashDecoder
 from recavsr.models.generator import Generator, GeneratorState
 from recavsr.models.offload import StreamedLayers
@@ -76,7 +76,7 @@ class ReCaVSR:
         generator: Generator,
         decoder: FlashDecoder,
         prompt: Tensor,
-        blocks: BlockPlan = BlockPlan(),  # noqa: B008
+        blocks: BlockPlan = PLAN,
         share: tuple[int, int] = (0, 1),
     ) -> None:
         """Take the parts. With a `share` (rank, ranks) this is one of several processes of one stream.
@@ -255,7 +255,7 @@ class IdentityModel:
     native_scale = 0.0
     dtype = torch.float32
 
-    def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = BlockPlan()) -> None:  # noqa: B008
+    def __init__(self, device: torch.device | str = "cpu", blocks: BlockPlan = PLAN) -> None:
         self.device, self.blocks = torch.device(device), blocks
 
     def start(self, height: int, width: int, *, seed: int = 42, shot: int = 0) -> IdentityState:

@@ -39,7 +39,7 @@ from recavsr.evaluation.validation import (
     validate,
     validation_pairs,
 )
-from recavsr.geometry import BlockPlan, Grid
+from recavsr.geometry import PLAN, BlockPlan, Grid
 from recavsr.models.decoder import FlashDecoder
 from recavsr.models.generator import GeneratorConfig
 from recavsr.models.presets import NANO_SCHEDULE, nano, nano_decoder
@@ -51,7 +51,7 @@ from recavsr.training.discriminator import NANO_MSQ, Scope
 from recavsr.training.distributed import World
 from recavsr.training.loop import RunSettings
 from recavsr.training.losses import FrameLosses
-from recavsr.training.nano import PLAN, NanoTraining, Stage, generator_stage, joint_stage
+from recavsr.training.nano import NanoTraining, Stage, generator_stage, joint_stage
 from recavsr.training.nano_stages import ROUTE, Stage1Sizes, decoder_settings, stage2_settings
 from recavsr.training.objective import BatchSettings
 from recavsr.training.recipes import (

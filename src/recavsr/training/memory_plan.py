@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from recavsr.cache_policy import CacheAction, Schedule, visible_after_blocks
-from recavsr.geometry import BlockPlan
+from recavsr.geometry import PLAN, BlockPlan
 from recavsr.models.generator import Generator, GeneratorConfig
 from recavsr.models.lora import attach
 from recavsr.models.presets import recavsr_5b
@@ -56,7 +56,7 @@ class TrainingSetup:
     width: int = 1280
     clips: int = 1  # clips of one pass on one GPU
     passes: int = 1  # of one step on one GPU
-    plan: BlockPlan = BlockPlan()  # noqa: RUF009
+    plan: BlockPlan = PLAN
     prompt_tokens: int = 512
     recompute: bool = True  # layers, LR projector, the VAE decoder's blocks: kept inputs, inside again
     perceptual: str = "vgg"  # the backbone of LPIPS in Stage 2

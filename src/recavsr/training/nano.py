@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from recavsr.cache_policy import Schedule
 from recavsr.errors import InputError
-from recavsr.geometry import BlockPlan
+from recavsr.geometry import PLAN, BlockPlan
 from recavsr.models.autoencoder import Encoder
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.generator import Generator, GeneratorConfig, teacher_forced_recycled
@@ -38,8 +38,6 @@ from recavsr.training.losses import (
 )
 from recavsr.training.objective import Batch, BatchSettings, Losses, OptimizerSettings, Player
 from recavsr.training.rollout import decode_blocks, roll_out
-
-PLAN = BlockPlan()
 
 LossFunction = Callable[[Tensor, Tensor], Losses]
 """Of (HQ frames, LR frames), both [B, 3, F, H, W] in [-1, 1]."""
@@ -213,6 +211,7 @@ class Stage:
     still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
     still_softness: float = 1e-3  # below this their part is quadratic
     border_weight: float = 0.0  # of differences across latent borders, beyond the others'
+    block_border_weight: float | None = None  # of those across block borders; None: as of the others
     structure_weight: float = 0.0  # of 1 - SSIM
     perceptual_weight: float = 0.0
     perceptual_frames: int = 3  # of each clip, drawn anew every step
@@ -243,6 +242,7 @@ class Stage:
             difference_weight=self.difference_weight,
             still_weight=self.still_weight,
             border_weight=self.border_weight,
+            block_border_weight=self.block_border_weight,
             still_softness=self.still_softness,
             structure_weight=self.structure_weight,
             perceptual_frames=self.perceptual_frames,
@@ -414,7 +414,9 @@ def joint_loss(
             first, frame = plan.first_latent(index), plan.first_frame(index)
             latent = F.mse_loss(latents[:, :, first:], target[:, :, first:])
             made, true, given = (x[:, :, frame:] for x in (frames, hq, lr))
-            total, terms = losses(made, true, given, distance, compiled=compiled)
+            total, terms = losses(
+                made, true, given, distance, plan=plan, first_frame=frame, compiled=compiled
+            )
             return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
 
         losses = from_block(0, stage.frame_losses)

@@ -22,7 +22,7 @@ from recavsr.attention import SpatialWindow
 from recavsr.cache_policy import CacheAction, Schedule
 from recavsr.data.pool import PairSettings
 from recavsr.errors import InputError
-from recavsr.geometry import BlockPlan
+from recavsr.geometry import PLAN, BlockPlan
 from recavsr.models.decoder import DecoderConfig, FlashDecoder
 from recavsr.models.dit_block import LayerCondition
 from recavsr.models.generator import Condition, Generator, GeneratorConfig
@@ -51,7 +51,7 @@ from recavsr.training.vae_losses import frame_losses_by_latent
 
 STAGE1 = Stage1Settings(
     batches=BatchSettings(clips=32, frames=85, images=32, image_fraction=0.25),
-    plan=BlockPlan(),
+    plan=PLAN,
     # The warm-up (100 steps) and the clipping (norm 1) are not from the paper, which has no average here.
     optimizer=OptimizerSettings(2e-5, (0.9, 0.99), weight_decay=1e-4, average_decay=None),
     phase=FixedScope(CacheAction(recent=6)),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recavsr.errors import InputError
-from recavsr.geometry import BlockPlan
+from recavsr.geometry import PLAN, BlockPlan
 from recavsr.models.generator import Generator
 from recavsr.training.adversarial import (
     GradientBalance,
@@ -52,7 +52,7 @@ class Stage2Settings:
         warm_up_steps=20,
         average_decay=None,
     )
-    plan: BlockPlan = BlockPlan()  # noqa: RUF009
+    plan: BlockPlan = PLAN
     latent_weight: float = 1.0
     adversarial_weight: float = 0.1
     frames: FrameLosses = FrameLosses("mse", perceptual_weight=2.0)  # noqa: RUF009
@@ -251,6 +251,7 @@ class Stage2Objective:
             batch.hq,
             batch.lr,
             self.distance,
+            plan=plan,
             checkpoint=settings.checkpoint,
             compiled=self.compiled,
         )
