@@ -48,6 +48,7 @@ from recavsr.training.paper import (
     paper_debug,
 )
 from recavsr.training.runner import Recipe, RecipeStage, Setup, about
+from recavsr.training.saturation import saturation_remark
 from recavsr.training.stage1 import FixedScope, RouteLearning
 from recavsr.training.stage2 import Stage2Settings
 
@@ -101,6 +102,7 @@ def nano_stage(
         asdict(stage),
         perceptual=stage.perceptual_weight > 0,
         adjustable=Adjustable(stage, lambda changed: nano_stage(name, run, changed, opens)),
+        remark=lambda objective: _saturation(cast(NanoTraining, objective.model)),
     )
 
 
@@ -126,6 +128,12 @@ def _finish_nano(objective: Objective, source: BatchSource, result: Path, world:
     model.save(result)
     if objective.name not in ("autoencoder", "generator", "teacher"):
         model.export(result.with_name(f"{objective.name}_model"))
+
+
+def _saturation(nano: NanoTraining) -> str | None:
+    """Say where a decoder that the stage has trained is saturated."""
+    trained = any(parameter.requires_grad for parameter in nano.decoder.parameters())
+    return saturation_remark(nano.decoder) if trained else None
 
 
 # ---------------------------------------------------------------- nano, the paper's stages
@@ -182,6 +190,7 @@ def stage2_stage(
         facts,
         perceptual=settings.frames.perceptual_weight > 0,
         adjustable=Adjustable(settings, lambda changed: stage2_stage(run, changed, opens, msq)),
+        remark=lambda objective: _saturation(cast(NanoStage2, objective).nano),
     )
 
 
@@ -204,6 +213,7 @@ def decoder_stage(
         facts,
         perceptual=settings.frames.perceptual_weight > 0,
         adjustable=Adjustable(settings, lambda changed: decoder_stage(run, changed, opens)),
+        remark=lambda objective: _saturation(cast(NanoDecoder, objective).nano),
     )
 
 

@@ -67,6 +67,7 @@ class RecipeStage:
 
     `build` makes the objective, its networks on the world's device. `finish` (every rank calls it)
     writes what the next stage starts from to the path given, and whatever else the stage is for.
+    `remark` (the leading rank calls it, after that) says what a user should know of the trained weights.
     """
 
     name: str
@@ -76,6 +77,7 @@ class RecipeStage:
     settings: Mapping[str, Any] = field(default_factory=dict)  # for settings.json
     perceptual: bool = False  # wants LPIPS weights, which are looked for before the run begins
     adjustable: Adjustable | None = None
+    remark: Callable[[Objective], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,8 @@ def _run_stage(
         (folder / "finished.json").write_text(json.dumps(outcome, indent=1) + "\n")
         falls = [f"loss of {name} {before[name]:.4g} -> {after[name]:.4g}" for name in before]
         say(", ".join([f"{stage.name}: {steps} steps", *falls, f"weights in {result}"]))
+        if stage.remark is not None and (remark := stage.remark(objective)):
+            say(f"{stage.name}: {remark}")
     world.barrier()
 
 
