@@ -9,9 +9,8 @@ docs/training-log.md, mild, then heavy. A FILE that is there is added to, a mode
 has by NAME (the folder's by default) are not measured again.
 
 Models run in float32. PSNR and SSIM are differences to bicubic, LPIPS and flicker of static areas are shares
-of its, all of plain means over clips. Still scenes change at borders by some per cent more than elsewhere:
-shown is that less bicubic's, and for heavy also as it is. (`report` weighs flicker by static pixels, and has
-borders as ratios.)
+of its, all of plain means over clips; a line at borders is how much more still scenes change there than
+beside them. (`report` weighs flicker by static pixels.)
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ WITHOUT = {
 }
 SAME_ROWS = ("versions", "processor", "threads")  # of an environment: what values depend on
 PRECISION = "fp32"  # where a processor has bfloat16, `auto` would take that and flicker more
-BORDERS = ("still_latent_border", "still_block_border")
-COLUMNS = ("PSNR", "SSIM", "LPIPS", "flicker", "latent, block border")
+LINES = ("still_latent_line", "still_block_line")
+COLUMNS = ("PSNR", "SSIM", "LPIPS", "flicker", "latent, block line")
 HELD_BACK: dict[str, Any] = {"frames": 37, "size": 256, "photos": 6}
 Measure = Callable[[Upscaler], list[Row]]
 """Gives the rows of one model."""
@@ -134,12 +133,12 @@ def table(rows: Sequence[Row]) -> list[str]:
         case = [row for row in rows if (row["model"], row["degradation"]) == (model, degradation)]
         return sum(row["flicker"] for row in case) / len(case)
 
-    def borders(mean: Row, baseline: Row | None = None) -> str:
-        beyond = (100 * (mean[key] - (baseline[key] if baseline else 0)) for key in BORDERS)
-        return ", ".join(f"{value:+.0f}" for value in beyond) + " %"
+    def lines_of(mean: Row) -> str:
+        values = [mean.get(key) for key in LINES]  # records from before v0.15 have none
+        return ", ".join("-" if value is None else f"{100 * value:+.1f}" for value in values) + " %"
 
     degradations = list(dict.fromkeys(row["degradation"] for row in rows))
-    headings = ["weights", *COLUMNS * len(degradations), "heavy, against the rest of the scene"]
+    headings = ["weights", *COLUMNS * len(degradations)]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for model in dict.fromkeys(row["model"] for row in rows if row["model"] != BASELINE):
         cells = [model]
@@ -147,8 +146,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             mean = means[model, degradation]
             cells += [f"{mean['psnr_gain']:+.3f}", f"{mean['ssim_gain']:+.4f}", f"{mean['lpips_share']:.3f}"]
             cells.append(f"{flicker(model, degradation) / flicker(BASELINE, degradation):.3f}")
-            cells.append(borders(mean, means[BASELINE, degradation]))
-        lines.append(f"| {' | '.join([*cells, borders(means[model, 'heavy'])])} |")
+            cells.append(lines_of(mean))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -124,6 +124,22 @@ def test_borders_are_those_of_the_block_plan():
         assert metrics.border_excess(marked, "latent") > 0
 
 
+def test_a_line_at_borders_is_read_against_what_lies_beside_it():
+    differences = np.arange(44) + 5.0  # noise that grows: not a line, but an excess of block borders
+    assert metrics.border_line(differences, "block") == pytest.approx(0)
+    assert metrics.border_line(differences, "latent") == pytest.approx(0)
+    assert metrics.border_excess(differences, "block") > 0.1
+    differences[8::4] *= 1.1
+    assert metrics.border_line(differences, "latent") == pytest.approx(0.1)
+    differences[[20, 28, 36]] /= 1.1
+    assert metrics.border_line(differences, "block") == pytest.approx(0)
+    differences[:5] = 900.0  # before a first latent has history
+    assert metrics.border_line(differences[:12], "latent") == pytest.approx(0.1)
+    assert metrics.border_line(differences[:11], "latent") is None
+    assert metrics.border_line(differences[:23], "block") is None
+    assert metrics.border_line(np.zeros(44), "latent") is None
+
+
 # NIQE ---------------------------------------------------------------------------------------------------
 
 

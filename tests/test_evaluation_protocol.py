@@ -143,7 +143,10 @@ def test_rows_of_a_perfect_and_a_pulsing_upscaler(clip):
     def oracle(lr_frames):
         return truth if lr_frames.shape[1:3] == (16, 32) else still.truth
 
+    lengths = []
+
     def pulsing(lr_frames):
+        lengths.append(len(lr_frames))
         output = oracle(lr_frames).astype(int)
         pulse = (np.arange(len(output)) + 3) // 4 % 2  # changes where a latent ends: 0 | 1 1 1 1 | 0 0 0 0
         wobble = np.arange(len(output)) % 2
@@ -163,7 +166,25 @@ def test_rows_of_a_perfect_and_a_pulsing_upscaler(clip):
     assert pulse["still_latent_border"] > 1
     assert pulse["td_latent_border"] > 1
     assert pulse["still_block_border"] is None  # twelve frames have no second block
+    assert pulse["still_latent_line"] is None  # nor has the border at frame 8 a whole latent behind it
+    assert lengths == [12, 12, 11, 10, 9]  # the clip, then the still scene in every phase of the codec
     json.dumps(rows, allow_nan=False)
+
+
+def test_lines_of_the_input_are_not_taken_for_a_models():
+    """What pulses with the codec's groups of frames has no line in the mean over their phases."""
+    still = np.full((45, 8, 8, 3), 100)
+
+    def with_pulse(at: int) -> np.ndarray:
+        jumps = np.where(np.arange(44) % 4 == at, 12, 6) * (1 - 2 * (np.arange(44) % 2))
+        return still + np.concatenate([[0], np.cumsum(jumps)]).reshape(-1, 1, 1, 1)
+
+    of_input = [with_pulse(0)[n:] for n in range(protocol.CODEC_GROUP)]  # the first frames are left away
+    of_model = [with_pulse(0) for _ in range(protocol.CODEC_GROUP)]
+    assert protocol.measure_still(of_input[0])["still_latent_line"] == pytest.approx(1.0)
+    assert protocol.measure_still(*of_input)["still_latent_line"] == pytest.approx(0.0625)  # 1, -1/4 thrice
+    assert protocol.measure_still(*of_model)["still_latent_line"] == pytest.approx(1.0)
+    assert protocol.measure_still(*of_model)["still_block_line"] == pytest.approx(1.0)
 
 
 def test_two_models_of_one_name_are_refused():
@@ -279,7 +300,6 @@ def test_summary_by_hand():
     assert ours["lpips_share"] == pytest.approx(0.6)
     assert ours["flicker_ratio"] == pytest.approx(1 / 2.5)
     assert ours["still_ratio"] == pytest.approx(3)
-    assert ours["latent_border_excess"] == pytest.approx(0.1)
     assert ours["td_share"] is None
     assert report.summarise(ROWS[2:])[0]["psnr_gain"] is None  # no baseline, no comparison
 

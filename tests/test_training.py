@@ -292,28 +292,15 @@ def test_differences_across_latent_borders_count_more() -> None:
     assert outer == pytest.approx((3 * 0.5 + 6 * 1e-3 + 3e-3) / 8, rel=1e-3)
 
 
-def test_differences_across_block_borders_have_a_weight_of_their_own() -> None:
-    target = torch.zeros(1, 3, 17, 4, 4)
-
-    def loss(frame: int, first_frame: int = 0, **weights: float) -> float:
-        frames = target.clone()
-        frames[:, :, frame:] = 0.5
-        return (
-            float(
-                temporal_difference(frames, target, plan=BlockPlan(2, 2), first_frame=first_frame, **weights)
-            )
-            * 16
-        )
-
-    # blocks of 5, 8 and 4 frames: they begin with frames 5 and 13, a latent inside the second with 9
-    of_both = {"border_weight": 2.0, "block_border_weight": 3.0}
-    assert [loss(frame, **of_both) for frame in (5, 13)] == pytest.approx([4 * 0.5] * 2, abs=0.04)
-    assert [loss(frame, **of_both) for frame in (1, 9)] == pytest.approx([3 * 0.5] * 2, abs=0.04)
-    assert loss(5, block_border_weight=3.0) == pytest.approx(4 * 0.5, abs=0.04)
-    assert loss(9, block_border_weight=3.0) == pytest.approx(0.5, abs=0.04)
-    assert loss(5, border_weight=2.0, block_border_weight=0.0) == pytest.approx(0.5, abs=0.04)
-    # of a clip from frame 3 on, frame 2 begins a block: it is the stream's fifth
-    assert loss(2, **of_both, first_frame=3) == pytest.approx(4 * 0.5, abs=0.04)
+def test_a_clip_from_inside_a_stream_has_the_borders_of_its_stream() -> None:
+    target = torch.zeros(1, 3, 9, 4, 4)
+    frames = target.clone()
+    frames[:, :, 2:] = 0.5  # from frame 1 to 2 of the clip: 4 to 5 of a stream whose frame 3 it begins with
+    inner, outer = (
+        float(temporal_difference(frames, target, border_weight=2.0, first_frame=first)) for first in (0, 3)
+    )
+    assert inner == pytest.approx((0.5 + 7e-3 + 2 * 2e-3) / 8, rel=1e-3)
+    assert outer == pytest.approx((3 * 0.5 + 7e-3 + 2e-3) / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -50,8 +50,7 @@ def load_rows(files: Iterable[Path]) -> list[Row]:
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """Means over clips, one row per (model, degradation), with comparisons to bicubic where it is present.
 
-    Added keys: psnr_gain, ssim_gain (differences), lpips_share, td_share, flicker_ratio, still_ratio, and
-    latent_border_excess, block_border_excess (lines of the still scene beyond bicubic's: 0.03 = 3 %). A value
+    Added keys: psnr_gain, ssim_gain (differences), lpips_share, td_share, flicker_ratio, still_ratio. A value
     that some clip lacks is averaged over the clips that have it; flicker is the mean over all static pixels.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -85,12 +84,6 @@ def _compare(mean: Row, baseline: Row | None) -> Row:
             return None
         return mean[key] / baseline[key]
 
-    def excess(key: str) -> float | None:
-        # Heavy input pulses with x264's groups of frames; what counts is what a model adds to that.
-        if baseline is None or mean.get(key) is None or baseline.get(key) is None:
-            return None
-        return (1 + mean[key]) / (1 + baseline[key]) - 1
-
     return mean | {
         "psnr_gain": difference("psnr"),
         "ssim_gain": difference("ssim"),
@@ -98,8 +91,6 @@ def _compare(mean: Row, baseline: Row | None) -> Row:
         "td_share": share("td"),
         "flicker_ratio": share("flicker"),
         "still_ratio": share("still_flicker"),
-        "latent_border_excess": excess("still_latent_border"),
-        "block_border_excess": excess("still_block_border"),
     }
 
 
@@ -111,8 +102,8 @@ _SUMMARY_COLUMNS = (
     ("td", "td", "td_share", ".2f", ".2f"),
     ("flicker", "flicker", "flicker_ratio", ".2f", ".2f"),
     ("still scene", "still_flicker", "still_ratio", ".2f", ".2f"),
-    ("at latent borders", "still_latent_border", "latent_border_excess", "+.1%", "+.1%"),
-    ("at block borders", "still_block_border", "block_border_excess", "+.1%", "+.1%"),
+    ("line at latent borders", "still_latent_line", None, "+.1%", ""),
+    ("line at block borders", "still_block_line", None, "+.1%", ""),
 )
 
 
@@ -124,7 +115,7 @@ def render(rows: Sequence[Row], *, per_clip: bool = False) -> str:
         lines += [f"### {degradation}", ""]
         lines += _table([row for row in summary if row["degradation"] == degradation])
     lines += [
-        f"In brackets: against {BASELINE} (difference, share, or how much a line exceeds its line). {NOTE}",
+        f"In brackets: against {BASELINE} (difference or share). {NOTE}",
         "",
     ]
     if per_clip:

@@ -78,13 +78,7 @@ class DecoderObjective:
         blocks = split_blocks(latents, settings.plan)
         frames = decode_blocks(self.model, blocks, lr, settings.plan, checkpoint=settings.checkpoint)
         total, terms = settings.frames(
-            frames,
-            hq,
-            batch.lr,
-            self.distance,
-            plan=settings.plan,
-            checkpoint=settings.checkpoint,
-            compiled=self.compiled,
+            frames, hq, batch.lr, self.distance, checkpoint=settings.checkpoint, compiled=self.compiled
         )
         yield "decoder", {"loss": total, **terms}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recavsr.errors import InputError
-from recavsr.geometry import FRAMES_PER_LATENT, PLAN, BlockPlan
+from recavsr.geometry import FRAMES_PER_LATENT
 from recavsr.training.recompute import recompute
 
 PerceptualDistance = Callable[[Tensor, Tensor], Tensor]
@@ -54,17 +54,14 @@ def temporal_difference(
     still_weight: float = 0.0,
     border_weight: float = 0.0,
     still_softness: float = 1e-3,
-    block_border_weight: float | None = None,
-    plan: BlockPlan = PLAN,
     first_frame: int = 0,
 ) -> Tensor:
     """Return the smooth L1 of frame-to-frame differences: flicker and lag. Zero for single frames.
 
     Pixels whose target changes by less than 1/255 count `still_weight` times more: flicker is seen
     most where nothing moves, and is smallest there. Differences across a latent's border count
-    `border_weight` times more: what is decoded latent by latent pulses there. Those across a border of
-    `plan`'s blocks count `block_border_weight` times more, None: as the others. The clip begins with frame
-    `first_frame` of its stream.
+    `border_weight` times more: what is decoded latent by latent pulses there. The clip begins with
+    frame `first_frame` of its stream.
 
     Below `still_softness` the still pixels' extra part is quadratic. An L1 does not mind whether a change
     comes at once or over four frames; a square does, and spreads what would pulse.
@@ -77,15 +74,11 @@ def temporal_difference(
         still = change.abs().amax(1, keepdim=True) < 2 / 255
         flicker = (frames.float().diff(dim=2) - change).square().add(still_softness**2).sqrt()
         error = error + still_weight * still * (flicker - still_softness)
-    if border_weight or block_border_weight:
+    if border_weight:
         # Frame 0 is a latent of its own, then come four a latent: borders follow frames 0, 4, 8...
         t = first_frame + torch.arange(error.shape[2], device=error.device)
-        extra = border_weight * (t % FRAMES_PER_LATENT == 0)
-        if block_border_weight is not None:
-            since = t - (plan.first_frame(1) - 1)
-            at_block = (since >= 0) & (since % (FRAMES_PER_LATENT * plan.rest) == 0)
-            extra = torch.where(at_block, block_border_weight, extra)
-        error = error * (1 + extra[:, None, None])
+        borders = t % FRAMES_PER_LATENT == 0
+        error = error * (1 + border_weight * borders[:, None, None])
     return error.mean()
 
 
@@ -180,8 +173,6 @@ class FrameLosses:
     """Of still pixels in these differences, beyond the others' (not in the paper)."""
     border_weight: float = 0.0
     """Of differences across latent borders, beyond the others' (not in the paper)."""
-    block_border_weight: float | None = None
-    """Of differences across block borders, beyond the others'; None: as of other latent borders."""
     still_softness: float = 1e-3
     """Below this the still pixels' part is quadratic."""
     structure_weight: float = 0.0
@@ -196,19 +187,18 @@ class FrameLosses:
         lr_frames: Tensor,
         distance: PerceptualDistance | None,
         *,
-        plan: BlockPlan = PLAN,
         first_frame: int = 0,
         checkpoint: bool = False,
         compiled: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum, and each loss with the gain in PSNR over the LR frames.
 
-        The clip begins with frame `first_frame` of a stream cut by `plan`. `distance` may be None where its
+        The clip begins with frame `first_frame` of its stream. `distance` may be None where its
         weight is 0 (see `check`); `checkpoint` is `perceptual`'s; with `compiled` all else is compiled: on a
         card many passes over whole clips become few.
         """
         of_pixels = _compiled(FrameLosses.of_pixels) if compiled else FrameLosses.of_pixels
-        total, terms = of_pixels(self, frames, hq, lr_frames, plan, first_frame)
+        total, terms = of_pixels(self, frames, hq, lr_frames, first_frame)
         if self.perceptual_weight and distance is not None:
             picks = pick_frames(hq.shape[2], self.perceptual_frames, hq.device)
             terms["perceptual"] = perceptual(frames, hq, distance, picks, checkpoint=checkpoint)
@@ -216,7 +206,7 @@ class FrameLosses:
         return total, terms
 
     def of_pixels(
-        self, frames: Tensor, hq: Tensor, lr_frames: Tensor, plan: BlockPlan = PLAN, first_frame: int = 0
+        self, frames: Tensor, hq: Tensor, lr_frames: Tensor, first_frame: int = 0
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the same without the perceptual distance."""
         terms = {
@@ -227,8 +217,6 @@ class FrameLosses:
                 self.still_weight,
                 self.border_weight,
                 self.still_softness,
-                self.block_border_weight,
-                plan,
                 first_frame,
             ),
         }

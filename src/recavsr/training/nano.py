@@ -211,7 +211,6 @@ class Stage:
     still_weight: float = 0.0  # of still pixels in the difference term, beyond the others'
     still_softness: float = 1e-3  # below this their part is quadratic
     border_weight: float = 0.0  # of differences across latent borders, beyond the others'
-    block_border_weight: float | None = None  # of those across block borders; None: as of the others
     structure_weight: float = 0.0  # of 1 - SSIM
     perceptual_weight: float = 0.0
     perceptual_frames: int = 3  # of each clip, drawn anew every step
@@ -242,7 +241,6 @@ class Stage:
             difference_weight=self.difference_weight,
             still_weight=self.still_weight,
             border_weight=self.border_weight,
-            block_border_weight=self.block_border_weight,
             still_softness=self.still_softness,
             structure_weight=self.structure_weight,
             perceptual_frames=self.perceptual_frames,
@@ -414,9 +412,7 @@ def joint_loss(
             first, frame = plan.first_latent(index), plan.first_frame(index)
             latent = F.mse_loss(latents[:, :, first:], target[:, :, first:])
             made, true, given = (x[:, :, frame:] for x in (frames, hq, lr))
-            total, terms = losses(
-                made, true, given, distance, plan=plan, first_frame=frame, compiled=compiled
-            )
+            total, terms = losses(made, true, given, distance, first_frame=frame, compiled=compiled)
             return {"loss": total + stage.latent_weight * latent, "latent": latent, **terms}
 
         losses = from_block(0, stage.frame_losses)

@@ -251,7 +251,6 @@ class Stage2Objective:
             batch.hq,
             batch.lr,
             self.distance,
-            plan=plan,
             checkpoint=settings.checkpoint,
             compiled=self.compiled,
         )
