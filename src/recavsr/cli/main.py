@@ -41,11 +41,11 @@ from recavsr.errors import InputError, PartialError
 
 REFUSED = 2
 INTERRUPTED = 130
-OPENMP_SPINS = "20000"
+OPENMP_SPINS = "1000"
 """How long OpenMP's threads spin while they wait for one another: `GOMP_SPINCOUNT`, where it is not set.
 
-Where something else wants the cores, shorter spins are up to twice as fast; where nothing does, they cost
-nothing.
+Where something else wants the cores, shorter spins are twice as fast; where nothing does, they cost nothing,
+but none at all cost a tenth (docs/performance.md).
 """
 
 # Newer releases of typer carry their own copy of click, older ones use the package: right in both.
