@@ -140,20 +140,24 @@ def test_rows_of_a_perfect_and_a_pulsing_upscaler(clip):
     truth, _ = protocol.read_truth(clip, settings)
     still = protocol.make_still(clip, protocol.DEGRADATIONS["mild"], settings)
 
-    def oracle(lr_frames):
-        return truth if lr_frames.shape[1:3] == (16, 32) else still.truth
+    runs, lengths = [], []
 
-    lengths = []
+    def right(lr_frames):
+        return truth if lr_frames.shape[1:3] == (16, 32) else still.truth[: len(lr_frames)]
+
+    def oracle(lr_frames):
+        runs.append(len(lr_frames))
+        return right(lr_frames)
 
     def pulsing(lr_frames):
         lengths.append(len(lr_frames))
-        output = oracle(lr_frames).astype(int)
+        output = right(lr_frames).astype(int)
         pulse = (np.arange(len(output)) + 3) // 4 % 2  # changes where a latent ends: 0 | 1 1 1 1 | 0 0 0 0
         wobble = np.arange(len(output)) % 2
         return np.clip(output + (4 * pulse + wobble).reshape(-1, 1, 1, 1), 0, 255).astype(np.uint8)
 
     rows = protocol.evaluate(
-        [Upscaler("oracle", oracle, True), Upscaler("pulse", pulsing, True)], [clip], settings, ["mild"]
+        [Upscaler("oracle", oracle, True), Upscaler("pulse", pulsing, False)], [clip], settings, ["mild"]
     )
     assert [row["model"] for row in rows] == ["oracle", "pulse"]
     perfect, pulse = rows
@@ -168,6 +172,7 @@ def test_rows_of_a_perfect_and_a_pulsing_upscaler(clip):
     assert pulse["still_block_border"] is None  # twelve frames have no second block
     assert pulse["still_latent_line"] is None  # nor has the border at frame 8 a whole latent behind it
     assert lengths == [12, 12, 11, 10, 9]  # the clip, then the still scene in every phase of the codec
+    assert runs == [12, 12]  # frame by frame a later start gives the same frames
     json.dumps(rows, allow_nan=False)
 
 
@@ -273,7 +278,7 @@ ROWS = [
         flicker=2.0,
         static_share=0.75,
         still_flicker=1.0,
-        still_latent_border=0.4,
+        still_latent_line=0.4,
     ),
     row("bicubic", "b", psnr=30.0, lpips=0.6, flicker=4.0, static_share=0.25, still_flicker=1.0),
     row(
@@ -284,7 +289,7 @@ ROWS = [
         flicker=1.0,
         static_share=0.75,
         still_flicker=2.0,
-        still_latent_border=0.54,
+        still_latent_line=0.54,
     ),
     row("ours", "b", psnr=31.0, lpips=0.3, flicker=None, static_share=0.0, still_flicker=4.0),
 ]
@@ -300,6 +305,7 @@ def test_summary_by_hand():
     assert ours["lpips_share"] == pytest.approx(0.6)
     assert ours["flicker_ratio"] == pytest.approx(1 / 2.5)
     assert ours["still_ratio"] == pytest.approx(3)
+    assert ours["still_latent_line"] == pytest.approx(0.54)  # of the clips that have it
     assert ours["td_share"] is None
     assert report.summarise(ROWS[2:])[0]["psnr_gain"] is None  # no baseline, no comparison
 
@@ -307,6 +313,7 @@ def test_summary_by_hand():
 def test_rendered_table():
     text = report.render(ROWS)
     assert "| ours | 26.00 (+1.00) | - | 0.300 (0.60) |" in text
+    assert " | +54.0% | - |" in text
     assert report.NOTE in text
 
 

@@ -167,10 +167,7 @@ def border_excess(differences: Values, border: Literal["latent", "block"]) -> fl
     """
     t = np.arange(len(differences))
     inside = (t % LATENT_PERIOD != LATENT_BORDER) & (t > LATENT_PERIOD)
-    if border == "latent":
-        at_border = (t % LATENT_PERIOD == LATENT_BORDER) & (t > 0)
-    else:
-        at_border = (t % BLOCK_PERIOD == BLOCK_BORDER) & (t >= FIRST_BLOCK_FRAMES - 1)
+    at_border = _at_border(t, border)
     if not at_border.any() or not inside.any():
         return None
     rest = float(differences[inside].mean())
@@ -189,18 +186,20 @@ def border_line(differences: Values, border: Literal["latent", "block"]) -> floa
 
     None if the clip has no such border with three differences on both sides, or nothing changes beside them.
     """
-    period, phase, first = (
-        (LATENT_PERIOD, LATENT_BORDER, 2 * LATENT_PERIOD)
-        if border == "latent"
-        else (BLOCK_PERIOD, BLOCK_BORDER, FIRST_BLOCK_FRAMES - 1)
-    )
     inside = LATENT_PERIOD - 1
-    t = np.arange(first, len(differences) - inside)
-    t = t[t % period == phase]
+    t = np.arange(2 * LATENT_PERIOD, len(differences) - inside)
+    t = t[_at_border(t, border)]
     if not len(t):
         return None
     beside = np.mean([(differences[t - step] + differences[t + step]) / 2 for step in range(1, inside + 1)])
     return float(differences[t].mean() / beside) - 1 if beside else None
+
+
+def _at_border(t: NDArray[np.integer], border: Literal["latent", "block"]) -> NDArray[np.bool_]:
+    """Whether transitions t -> t + 1 cross such a border; that after a stream's first frame is left out."""
+    if border == "latent":
+        return (t % LATENT_PERIOD == LATENT_BORDER) & (t > 0)
+    return (t % BLOCK_PERIOD == BLOCK_BORDER) & (t >= FIRST_BLOCK_FRAMES - 1)
 
 
 # NIQE ---------------------------------------------------------------------------------------------------

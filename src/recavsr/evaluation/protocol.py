@@ -366,11 +366,19 @@ def evaluate(
                 row |= {"frames": len(output), "height": output.shape[1], "width": output.shape[2]}
                 row |= measure(output, pair, protocol, lpips)
                 if still is not None:
-                    row |= measure_still(*(upscaler.run(still.lr_frames[n:]) for n in range(CODEC_GROUP)))
+                    row |= measure_still(*_in_every_phase(upscaler, still.lr_frames))
                 row["seconds_per_frame"] = seconds / len(output)
                 rows.append(row)
                 progress(_line(row))
     return rows
+
+
+def _in_every_phase(upscaler: Upscaler, lr_frames: Frames) -> list[Frames]:
+    """Outputs of a still scene begun with each frame of the codec's first group."""
+    if upscaler.per_frame:  # what came before changes nothing
+        output = upscaler.run(lr_frames)
+        return [output[first:] for first in range(CODEC_GROUP)]
+    return [upscaler.run(lr_frames[first:]) for first in range(CODEC_GROUP)]
 
 
 def _line(row: dict[str, Any]) -> str:
